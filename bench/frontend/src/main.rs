@@ -1,0 +1,30 @@
+//! What the router costs, measured against workers that answer at once: latency it adds, throughput, CPU per request, memory.
+//!
+//! `cargo xtask bench frontend`. Router and workers are processes of their own; the load comes from this one.
+
+mod engine;
+mod load;
+mod measure;
+mod prompts;
+mod report;
+mod system;
+
+use clap::Parser;
+
+/// The benchmark, and the worker it uses.
+#[derive(Parser)]
+enum Command {
+    /// Measures; prints one JSON object a run, then a table.
+    Run(measure::Options),
+    /// A real worker agent around an engine that answers at once.
+    #[command(hide = true)]
+    Worker(engine::Options),
+}
+
+#[tokio::main]
+async fn main() -> anyhow::Result<()> {
+    match Command::parse() {
+        Command::Run(options) => measure::run(&options).await,
+        Command::Worker(options) => engine::serve(options).await,
+    }
+}

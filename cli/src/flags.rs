@@ -1,0 +1,89 @@
+//! The command line. Flags of a component belong to its library; here is only what ties them into one binary.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::up::Up;
+
+/// Serves large language models on Kubernetes, or on this machine.
+#[derive(Parser)]
+#[command(name = "armature", version, propagate_version = true)]
+pub struct Armature {
+    /// What to run.
+    #[command(subcommand)]
+    pub command: Command,
+    /// How log lines look; what is logged is set by RUST_LOG
+    #[arg(long, global = true, value_enum, default_value_t = LogFormat::Text, env = "ARMATURE_LOG_FORMAT")]
+    pub log_format: LogFormat,
+}
+
+/// Format of log lines.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// A component, or everything at once.
+#[derive(Subcommand)]
+pub enum Command {
+    /// Reconciles ModelDeployments in a Kubernetes cluster
+    Operator(operator::config::Config),
+    /// Serves the OpenAI API and sends requests to workers
+    Router(router::config::Config),
+    /// Runs an engine and makes it known to routers
+    Worker(WorkerArgs),
+    /// Serves a model on this machine: one router and some workers, until Ctrl-C
+    Up(Up),
+    /// Prints the Kubernetes definitions, for `kubectl apply -f -`
+    Crds,
+    /// Prints a page of the reference documentation
+    #[command(hide = true)]
+    Reference {
+        /// Which page.
+        #[arg(value_enum)]
+        what: crate::reference::Page,
+    },
+}
+
+impl Command {
+    /// What is logged when RUST_LOG does not say.
+    pub fn default_log_filter(&self) -> &'static str {
+        match self {
+            Self::Up(_) => "warn",
+            _ => "info",
+        }
+    }
+}
+
+/// A worker: the agent's flags, and the model that its engine opens.
+#[derive(Args, Clone, Debug)]
+pub struct WorkerArgs {
+    /// GGUF file, Hugging Face repository (org/name, hf://org/name@rev/file.gguf) or `default`
+    #[arg(long, default_value = "default")]
+    pub model: String,
+    /// Ends when the process that started it does
+    #[arg(long, hide = true)]
+    pub with_parent: bool,
+    /// The agent.
+    #[command(flatten)]
+    pub agent: worker_agent::config::Config,
+}
+
+impl WorkerArgs {
+    /// With `--with-parent`, asks the kernel for SIGTERM when the parent dies, however it dies. Only Linux can.
+    pub fn follow_parent(&self) {
+        #[cfg(target_os = "linux")]
+        if self.with_parent {
+            use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+            if let Err(error) = set_parent_process_death_signal(Some(Signal::TERM)) {
+                tracing::warn!(%error, "this worker will outlive its parent");
+            }
+            // A parent that died before the call above sends nothing.
+            if getppid().is_none_or(|parent| parent.is_init()) {
+                std::process::exit(0);
+            }
+        }
+    }
+}

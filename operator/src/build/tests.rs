@@ -1,0 +1,171 @@
+//! What is built from the smallest and from a full object, and what must hold for every object.
+
+use crds::ModelDeployment;
+use kube::Resource;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::validate;
+
+fn settings() -> Settings {
+    Settings {
+        image: "armature:test".into(),
+        image_pull_policy: "IfNotPresent".into(),
+        host_model_paths: vec!["/models".into()],
+    }
+}
+
+fn object(name: &str, spec: Value) -> ModelDeployment {
+    serde_json::from_value(json!({
+        "apiVersion": "armature.dev/v1alpha1", "kind": "ModelDeployment",
+        "metadata": {"name": name, "namespace": "default", "uid": "d-1"}, "spec": spec,
+    }))
+    .expect("valid")
+}
+
+fn smallest() -> ModelDeployment {
+    object("chat", json!({"model": {"source": "hf://org/name"}}))
+}
+
+fn full() -> ModelDeployment {
+    object(
+        "chat",
+        json!({
+            "image": "registry.example/armature:1", "imagePullPolicy": "Always",
+            "model": {"name": "smollm2", "source": "file:///models/smollm2.gguf"},
+            "router": {
+                "replicas": 2, "mode": "kv", "overlapScoreCredit": 0.9, "hostCacheHitWeight": 0.5, "diskCacheHitWeight": 0,
+                "prefillLoadScale": 2, "temperature": 0.25, "kvEvents": false,
+                "resources": {"requests": {"cpu": "500m"}}, "extraArgs": ["--verbose"],
+                "extraEnv": [{"name": "RUST_LOG", "value": "debug"}, {"name": "POD_IP", "value": "::1"}],
+            },
+            "pools": [
+                {"name": "prefill", "role": "prefill", "nodeSelector": {"class": "big"},
+                 "tolerations": [{"key": "gpu", "operator": "Exists"}], "terminationGracePeriodSeconds": 60},
+                {"name": "decode", "role": "decode", "replicas": 4,
+                 "engine": {"builtIn": {"threads": 2, "blockSize": 32, "kvBlocks": 1024, "maxNumSeqs": 8, "maxNumBatchedTokens": 256}},
+                 "resources": {"limits": {"cpu": 2, "memory": "4Gi"}},
+                 "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}]},
+            ],
+        }),
+    )
+}
+
+/// Everything that both reconcilers make of a deployment, as JSON.
+fn built(object: &ModelDeployment, settings: &Settings) -> Vec<Value> {
+    let owner = object.controller_owner_ref(&()).expect("has a UID");
+    let valid = validate::deployment(object, settings).expect("valid");
+    let children = children(&valid, settings, &owner);
+    let mut all = Vec::new();
+    all.extend(children.service_accounts.iter().map(|o| json!(o)));
+    all.extend(children.roles.iter().map(|o| json!(o)));
+    all.extend(children.role_bindings.iter().map(|o| json!(o)));
+    all.extend(children.services.iter().map(|o| json!(o)));
+    all.push(json!(children.routers));
+    for mut pool in children.pools {
+        all.push(json!(pool));
+        pool.metadata.uid = Some(format!("p-{}", pool.spec.pool));
+        let owner = pool.controller_owner_ref(&()).expect("has a UID");
+        all.push(json!(pool_deployment(&pool, settings, &owner).expect("valid").0));
+    }
+    all
+}
+
+fn deployments(object: &ModelDeployment, settings: &Settings) -> Vec<Deployment> {
+    let of_kind = |value: &Value| value["kind"] == "Deployment";
+    let read = |value| serde_json::from_value(value).expect("a Deployment");
+    built(object, settings).into_iter().filter(of_kind).map(read).collect()
+}
+
+fn revision_of(deployment: &Deployment) -> String {
+    let template = &deployment.spec.as_ref().expect("has a spec").template;
+    template.metadata.as_ref().and_then(|m| m.labels.as_ref()).expect("has labels")[label::REVISION].clone()
+}
+
+#[test]
+fn the_smallest_object() {
+    insta::assert_yaml_snapshot!(built(&smallest(), &settings()));
+}
+
+#[test]
+fn a_full_object() {
+    insta::assert_yaml_snapshot!(built(&full(), &settings()));
+}
+
+#[test]
+fn building_twice_gives_the_same_bytes() {
+    for object in [smallest(), full()] {
+        let bytes = |_| serde_json::to_string(&built(&object, &settings())).expect("serializable");
+        assert_eq!(bytes(1), bytes(2));
+    }
+}
+
+#[test]
+fn a_claim_is_mounted_read_only() {
+    let object = object("chat", json!({"model": {"source": "pvc://models/llama/x.gguf"}}));
+    let deployments = deployments(&object, &settings());
+    let pod = deployments[1].spec.as_ref().and_then(|spec| spec.template.spec.as_ref()).expect("a pod");
+    assert_eq!(
+        json!(pod.volumes),
+        json!([{"name": "model", "persistentVolumeClaim": {"claimName": "models", "readOnly": true}}])
+    );
+    let args = pod.containers[0].args.as_ref().expect("has arguments");
+    assert!(args.contains(&"--model=/model/llama/x.gguf".into()), "{args:?}");
+}
+
+#[test]
+fn every_container_of_ours_knows_its_pod() {
+    for deployment in deployments(&smallest(), &settings()).iter().chain(&deployments(&full(), &settings())) {
+        for container in &deployment.spec.as_ref().and_then(|s| s.template.spec.as_ref()).expect("a pod").containers {
+            let names: Vec<_> = container.env.iter().flatten().map(|variable| variable.name.as_str()).collect();
+            for (name, _) in POD_ENVIRONMENT {
+                assert_eq!(names.iter().filter(|known| **known == name).count(), 1, "{name} in {}", container.name);
+            }
+            assert!(names.contains(&"DYN_DISCOVERY_BACKEND"));
+        }
+    }
+}
+
+#[test]
+fn scaling_keeps_the_revision_and_an_image_changes_it() {
+    let (one, mut many) = (smallest(), smallest());
+    many.spec.router = Some(serde_json::from_value(json!({"replicas": 3})).expect("valid"));
+    many.spec.pools = serde_json::from_value(json!([{"name": "worker", "replicas": 9}])).expect("valid");
+    let revisions = |object, settings: &Settings| -> Vec<String> {
+        deployments(object, settings).iter().map(revision_of).collect()
+    };
+    assert_eq!(revisions(&one, &settings()), revisions(&many, &settings()));
+    let newer = Settings { image: "armature:newer".into(), ..settings() };
+    let (old, new) = (revisions(&one, &settings()), revisions(&one, &newer));
+    assert!(old.iter().zip(&new).all(|(old, new)| old != new), "{old:?} {new:?}");
+}
+
+#[test]
+fn a_change_of_one_pool_leaves_the_other_revisions() {
+    let (before, mut after) = (full(), full());
+    after.spec.pools[1].worker.extra_args = vec!["--x".into()];
+    let before: Vec<_> = deployments(&before, &settings()).iter().map(revision_of).collect();
+    let after: Vec<_> = deployments(&after, &settings()).iter().map(revision_of).collect();
+    assert_eq!((&before[0], &before[1]), (&after[0], &after[1]));
+    assert_ne!(before[2], after[2]);
+}
+
+#[test]
+fn selectors_hold_nothing_that_changes() {
+    for deployment in deployments(&full(), &settings()) {
+        let spec = deployment.spec.expect("has a spec");
+        let selector = spec.selector.match_labels.expect("has labels");
+        let labels = spec.template.metadata.and_then(|m| m.labels).expect("has labels");
+        assert!(selector.iter().all(|(key, value)| labels.get(key) == Some(value)));
+        assert!(!selector.contains_key(label::REVISION) && !selector.contains_key(label::ROLE));
+    }
+}
+
+#[test]
+fn the_longest_names_fit() {
+    let object = object(&"d".repeat(38), json!({"model": {"source": "hf://o/n"}, "pools": [{"name": "p".repeat(7)}]}));
+    for deployment in deployments(&object, &settings()) {
+        let name = deployment.metadata.name.expect("has a name");
+        assert!(name.len() + "-0123456789-abcde".len() <= 63, "{name}");
+    }
+}

@@ -1,0 +1,195 @@
+//! The workers of a deployment: a `WorkerPool` for each pool, its Deployment, the Service they are discovered through, and
+//! what they may write.
+
+use crds::model_deployment::{Model, Pool};
+use crds::source::Source;
+use crds::worker_pool::WorkerPoolSpec;
+use crds::{WorkerPool, label};
+use k8s_openapi::api::apps::v1::Deployment;
+use k8s_openapi::api::core::v1::{
+    EmptyDirVolumeSource, EnvVar, HostPathVolumeSource, PersistentVolumeClaimVolumeSource, PodSpec, PodTemplateSpec,
+    Service, ServicePort, ServiceSpec, Volume, VolumeMount,
+};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+
+use super::pod::{self, Access, non_empty, rule};
+use super::{Part, name, revision, rolling};
+use crate::config::Settings;
+use crate::validate::{self, Invalid, ValidDeployment};
+
+/// Port for requests.
+pub const REQUEST_PORT: i32 = 9000;
+/// Port on which KV events are published.
+pub const EVENT_PORT: i32 = 9001;
+/// Port of /live, /ready and /metrics.
+pub const ADMIN_PORT: i32 = 9090;
+/// Seconds a worker gets to finish its requests where the author does not say.
+const GRACE_S: i64 = 600;
+/// Seconds without progress after which a rollout counts as stalled. A worker may have to download its model first.
+const PROGRESS_DEADLINE_S: i32 = 1800;
+/// Where a mounted model appears.
+const MODEL_DIRECTORY: &str = "/model";
+/// Where a downloaded model is kept.
+const CACHE_DIRECTORY: &str = "/cache";
+/// Seconds between the end of a worker's own drain and the moment it would be killed: time to deregister and exit.
+const EXIT_S: i64 = 10;
+
+/// Workers register themselves in their own namespace. A Role cannot know the names of pods to come, so it covers all
+/// registrations there.
+pub(super) fn access(deployment: &ValidDeployment<'_>, owner: &OwnerReference) -> Access {
+    let part = Part { deployment: &deployment.name, component: "worker", pool: None };
+    let rules = vec![rule("nvidia.com", &["dynamoworkermetadatas"], &["get", "create", "patch", "delete"])];
+    pod::access(deployment, &part, &name::workers(&deployment.name), rules, owner)
+}
+
+/// Headless, so that EndpointSlices say which workers are ready. Slices carry the Service's labels.
+pub(super) fn service(deployment: &ValidDeployment<'_>, owner: &OwnerReference) -> Service {
+    let part = Part { deployment: &deployment.name, component: "worker", pool: None };
+    let mut meta = part.meta(name::workers(&deployment.name), &deployment.namespace, owner);
+    let labels = meta.labels.get_or_insert_default();
+    labels.insert(label::DISCOVERY_ENABLED.into(), "true".into());
+    labels.insert(label::DISCOVERY_BACKEND.into(), "kubernetes".into());
+    Service {
+        metadata: meta,
+        spec: Some(ServiceSpec {
+            cluster_ip: Some("None".into()),
+            selector: Some(part.selector()),
+            ports: Some(vec![ServicePort {
+                name: Some("request".into()),
+                port: REQUEST_PORT,
+                target_port: Some(IntOrString::String("request".into())),
+                protocol: Some("TCP".into()),
+                ..Default::default()
+            }]),
+            ..Default::default()
+        }),
+        status: None,
+    }
+}
+
+/// The pool object of one pool.
+pub(super) fn pool(deployment: &ValidDeployment<'_>, pool: &Pool, owner: &OwnerReference) -> WorkerPool {
+    let part = Part { deployment: &deployment.name, component: "worker", pool: Some((&pool.name, pool.role)) };
+    let spec = &deployment.object.spec;
+    WorkerPool {
+        metadata: part.meta(name::pool(&deployment.name, &pool.name), &deployment.namespace, owner),
+        spec: WorkerPoolSpec {
+            deployment: deployment.name.clone(),
+            pool: pool.name.clone(),
+            role: pool.role,
+            replicas: pool.replicas.unwrap_or(1),
+            model: Model { name: Some(deployment.model_name.clone()), source: spec.model.source.clone() },
+            image: spec.image.clone(),
+            image_pull_policy: spec.image_pull_policy,
+            worker: pool.worker.clone(),
+        },
+        status: None,
+    }
+}
+
+/// The pods of a pool, and the revision of their template.
+pub fn pool_deployment(
+    pool: &WorkerPool,
+    settings: &Settings,
+    owner: &OwnerReference,
+) -> Result<(Deployment, String), Invalid> {
+    let namespace = pool.metadata.namespace.as_deref().ok_or(Invalid::Incomplete("namespace"))?;
+    let pool_name = pool.metadata.name.as_deref().ok_or(Invalid::Incomplete("name"))?;
+    let spec = &pool.spec;
+    let part = Part { deployment: &spec.deployment, component: "worker", pool: Some((&spec.pool, spec.role)) };
+    let source = validate::source(&spec.model.source, settings)?;
+
+    let mut labels = part.labels();
+    let mut template = PodTemplateSpec {
+        metadata: Some(ObjectMeta { labels: Some(labels.clone()), ..Default::default() }),
+        spec: Some(pod_spec(spec, &part, settings, &source)),
+    };
+    let revision = revision(&template);
+    labels.insert(label::REVISION.into(), revision.clone());
+    template.metadata = Some(ObjectMeta { labels: Some(labels), ..Default::default() });
+    if let Some(args) = template.spec.as_mut().and_then(|pod| pod.containers[0].args.as_mut()) {
+        args.insert(1, format!("--revision={revision}"));
+    }
+
+    let meta = part.meta(pool_name.into(), namespace, owner);
+    Ok((rolling(meta, &part, spec.replicas, template, PROGRESS_DEADLINE_S), revision))
+}
+
+fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source: &Source) -> PodSpec {
+    let worker = &spec.worker;
+    let (model_path, volume, mount) = model_volume(source);
+    let image = spec.image.as_deref().unwrap_or(&settings.image);
+    let pull_policy = spec.image_pull_policy.map_or(settings.image_pull_policy.as_str(), |policy| policy.as_str());
+    let cache = EnvVar { name: "XDG_CACHE_HOME".into(), value: Some(CACHE_DIRECTORY.into()), ..Default::default() };
+    let env: Vec<EnvVar> = std::iter::once(cache).chain(worker.env.iter().cloned()).collect();
+    let grace_s = worker.termination_grace_period_seconds.unwrap_or(GRACE_S);
+    let ports = [("request", REQUEST_PORT), ("events", EVENT_PORT), ("admin", ADMIN_PORT)];
+    let mut container = pod::container("worker", image, pull_policy, args(spec, &model_path, grace_s), &env, &ports);
+    container.resources = worker.resources.as_ref().and_then(|resources| resources.requirements());
+    container.volume_mounts = Some(vec![mount]);
+    pod::probes(&mut container, "admin");
+    PodSpec {
+        volumes: Some(vec![volume]),
+        node_selector: non_empty(&worker.node_selector),
+        tolerations: (!worker.tolerations.is_empty()).then(|| worker.tolerations.clone()),
+        ..pod::pod(part, name::workers(&spec.deployment), container, grace_s)
+    }
+}
+
+/// `armature worker` and its flags; engine settings only where the author set them.
+fn args(spec: &WorkerPoolSpec, model_path: &str, grace_s: i64) -> Vec<String> {
+    let model_name = spec.model.name.as_deref().unwrap_or(&spec.deployment);
+    let mut args = vec![
+        "worker".to_string(),
+        "--discovery-backend=kubernetes".into(),
+        format!("--role={}", spec.role.as_str()),
+        format!("--model-name={model_name}"),
+        format!("--model={model_path}"),
+        format!("--port={REQUEST_PORT}"),
+        format!("--event-port={EVENT_PORT}"),
+        format!("--admin-port={ADMIN_PORT}"),
+        format!("--drain-s-max={}", grace_s - EXIT_S),
+    ];
+    let engine = spec.worker.engine.as_ref().and_then(|engine| engine.built_in.clone()).unwrap_or_default();
+    let numbers = [
+        ("threads", engine.threads),
+        ("block-size", engine.block_size),
+        ("kv-blocks", engine.kv_blocks),
+        ("max-num-seqs", engine.max_num_seqs),
+        ("max-num-batched-tokens", engine.max_num_batched_tokens),
+    ];
+    args.extend(numbers.into_iter().filter_map(|(flag, value)| value.map(|value| format!("--{flag}={value}"))));
+    args.extend(spec.worker.extra_args.iter().cloned());
+    args
+}
+
+/// What `--model` says, and the volume with the model or the room to download it to.
+fn model_volume(source: &Source) -> (String, Volume, VolumeMount) {
+    let volume = |name: &str| Volume { name: name.into(), ..Default::default() };
+    let mount = |name: &str, path: String, read_only: bool| VolumeMount {
+        name: name.into(),
+        mount_path: path,
+        read_only: read_only.then_some(true),
+        ..Default::default()
+    };
+    match source {
+        Source::Hub(id) => {
+            let cache = Volume { empty_dir: Some(EmptyDirVolumeSource::default()), ..volume("cache") };
+            (format!("hf://{id}"), cache, mount("cache", CACHE_DIRECTORY.into(), false))
+        }
+        Source::Claim { claim, path } => {
+            let claim = PersistentVolumeClaimVolumeSource { claim_name: claim.clone(), read_only: Some(true) };
+            let model = Volume { persistent_volume_claim: Some(claim), ..volume("model") };
+            (format!("{MODEL_DIRECTORY}/{path}"), model, mount("model", MODEL_DIRECTORY.into(), true))
+        }
+        Source::Node(path) => {
+            // A single file is mounted alone: pods see nothing else of the node.
+            let file = path.rsplit_once('/').map(|(_, file)| file).filter(|file| file.ends_with(".gguf"));
+            let target = file.map_or(MODEL_DIRECTORY.into(), |file| format!("{MODEL_DIRECTORY}/{file}"));
+            let kind = if file.is_some() { "File" } else { "Directory" };
+            let host = HostPathVolumeSource { path: path.clone(), type_: Some(kind.into()) };
+            (target.clone(), Volume { host_path: Some(host), ..volume("model") }, mount("model", target, true))
+        }
+    }
+}

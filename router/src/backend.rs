@@ -1,0 +1,105 @@
+//! The seam between the HTTP frontend and the cluster behind it: models that can be served, and a way to run one request.
+//!
+//! The frontend knows only this module; `dispatch` implements it over real workers, tests implement it in a few lines.
+
+use std::future::Future;
+use std::sync::Arc;
+
+use protocol::metadata::ModelCard;
+use protocol::request_plane::{Finished, Generate, Output};
+
+use crate::model::Model;
+
+/// A model that at least one worker serves.
+pub struct ServedModel {
+    /// The card of the newest worker that serves it.
+    pub card: ModelCard,
+    /// Tokenizer and chat template.
+    pub model: Arc<Model>,
+    /// Seconds since 1970 at which it was first seen.
+    pub created_s: u64,
+}
+
+/// Per-request routing wishes, from headers or the request body.
+#[derive(Clone, Debug, Default)]
+pub struct RouteOptions {
+    /// Send the request to this worker or refuse it (`x-armature-worker`).
+    pub pinned_worker: Option<u64>,
+}
+
+/// A running request.
+pub struct Routed {
+    /// Instance id of the worker that serves it.
+    pub worker_id: u64,
+    /// Name of that worker: its pod or process.
+    pub worker_name: String,
+    /// Prompt blocks the router expected the worker to reuse.
+    pub overlap_blocks: u32,
+    /// Tokens as they come. Dropping it cancels the request at the worker.
+    pub stream: OutputStream,
+}
+
+/// One thing a worker says about a request.
+#[derive(Clone, Debug, PartialEq)]
+pub enum StreamItem {
+    /// Tokens.
+    Output(Output),
+    /// The end; nothing follows.
+    Finished(Finished),
+}
+
+/// Tokens of one request, in order; ends after `Finished` or an error. Dropping it cancels the request.
+pub type OutputStream = std::pin::Pin<Box<dyn futures::Stream<Item = Result<StreamItem, DispatchError>> + Send>>;
+
+/// Why a request could not be served, before or while it ran.
+#[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
+pub enum DispatchError {
+    /// No worker serves the model now: 503.
+    #[error("no worker is ready for model {model:?}")]
+    NoWorker {
+        /// The model asked for.
+        model: String,
+    },
+    /// The pinned worker is unknown or does not serve the model: 400.
+    #[error("worker {0} does not serve this model")]
+    UnknownWorker(u64),
+    /// Every worker refused: 429.
+    #[error("all workers are at their limit: {0}")]
+    Overloaded(String),
+    /// The worker refused the request as invalid: 400.
+    #[error("{0}")]
+    Invalid(String),
+    /// The worker was lost or failed, and no other could take over: 502, or an error event inside a stream.
+    #[error("worker {worker} failed while {stage}: {message}")]
+    Worker {
+        /// Its name.
+        worker: String,
+        /// `connecting`, `waiting for the first token`, `generating`, …
+        stage: &'static str,
+        /// What it said.
+        message: String,
+    },
+    /// A deadline passed: 504.
+    #[error("deadline of {seconds} s passed while {stage}")]
+    Deadline {
+        /// Which part of the work took too long.
+        stage: &'static str,
+        /// The limit.
+        seconds: u64,
+    },
+}
+
+/// What the frontend needs of the cluster.
+pub trait Backend: Send + Sync + 'static {
+    /// The model of this name. Cost: one hash lookup.
+    fn model(&self, name: &str) -> Option<Arc<ServedModel>>;
+
+    /// Every model, by name.
+    fn models(&self) -> Vec<Arc<ServedModel>>;
+
+    /// Whether discovery has delivered its first view: what `/ready` answers.
+    fn synced(&self) -> bool;
+
+    /// Chooses a worker and starts the request there; retries on other workers while no token has been delivered.
+    fn generate(&self, request: Generate, options: RouteOptions) -> impl Future<Output = Result<Routed, DispatchError>> + Send;
+}

@@ -1,0 +1,218 @@
+//! Which workers exist: backends that deliver whole views, never differences.
+//!
+//! A view replaces the one before it, so whatever a backend missed meanwhile is right again with the next view. A backend
+//! that cannot reach its source keeps silent: the last good view stays. What a worker says of itself is read here into a
+//! [`WorkerSpec`]; connecting to it is the business of `workers`.
+
+mod file;
+mod kubernetes;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use protocol::metadata::{ModelCard, REQUEST_CODEC, WorkerMetadata, entry_key};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+/// Every worker that is visible now, in order of identity.
+pub type View = Arc<[Arc<WorkerSpec>]>;
+
+/// One life of a worker: a restarted process is another one, even at the same address and under the same name.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Identity {
+    /// Below 2^53.
+    pub instance_id: u64,
+    /// Opaque; differs for each start of the process.
+    pub boot_epoch: String,
+}
+
+/// What a router knows of a worker before it has spoken to it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct WorkerSpec {
+    /// Which life.
+    pub identity: Identity,
+    /// Pod or process.
+    pub name: String,
+    /// `backend`, `prefill`, …
+    pub component: String,
+    /// `host:port` of the request plane.
+    pub address: String,
+    /// ZeroMQ address of its event publisher, where it has one.
+    pub events: Option<String>,
+    /// What it serves.
+    pub card: ModelCard,
+}
+
+/// Where to look for workers.
+#[derive(Clone, Debug)]
+pub enum Source {
+    /// A directory with a JSON file for each worker.
+    File {
+        /// The directory; it may appear later.
+        directory: PathBuf,
+    },
+    /// `DynamoWorkerMetadata` objects of one namespace.
+    Kubernetes {
+        /// Kubernetes namespace; `None` is the one of the pod or of the kubeconfig.
+        namespace: Option<String>,
+        /// Only workers of this deployment (label `armature.dev/deployment`).
+        deployment: Option<String>,
+    },
+}
+
+/// Discovery that cannot start at all.
+#[derive(Debug, thiserror::Error)]
+pub enum DiscoveryError {
+    /// No configuration for the Kubernetes API, neither in a pod nor in a kubeconfig.
+    #[error("discovery over Kubernetes: {0}")]
+    Kubernetes(String),
+}
+
+/// Starts a backend. `None` until its first view; `dynamo_namespace` limits the view to workers that registered under it.
+pub async fn start(
+    source: Source,
+    dynamo_namespace: Option<String>,
+    shutdown: CancellationToken,
+) -> Result<watch::Receiver<Option<View>>, DiscoveryError> {
+    let (publish, view) = watch::channel(None);
+    let sink = Sink { publish, dynamo_namespace };
+    match source {
+        Source::File { directory } => {
+            tokio::spawn(shutdown.run_until_cancelled_owned(file::run(directory, sink)));
+        }
+        Source::Kubernetes { namespace, deployment } => {
+            let client = kubernetes::client().await?;
+            tokio::spawn(shutdown.run_until_cancelled_owned(kubernetes::run(client, namespace, deployment, sink)));
+        }
+    }
+    Ok(view)
+}
+
+/// Where backends put their views.
+struct Sink {
+    publish: watch::Sender<Option<View>>,
+    dynamo_namespace: Option<String>,
+}
+
+impl Sink {
+    /// Publishes the view made of these (name, metadata) pairs, unless it equals the last one.
+    fn publish<'a>(&self, workers: impl IntoIterator<Item = (&'a str, &'a WorkerMetadata)>) {
+        let specs = workers.into_iter().flat_map(|(name, metadata)| self.read(name, metadata));
+        let view = view(specs);
+        self.publish.send_if_modified(|last| {
+            let changed = last.as_ref() != Some(&view);
+            if changed {
+                *last = Some(view);
+            }
+            changed
+        });
+    }
+
+    fn read(&self, name: &str, metadata: &WorkerMetadata) -> Vec<WorkerSpec> {
+        let wanted = |namespace: &str| self.dynamo_namespace.as_deref().is_none_or(|ours| ours == namespace);
+        let endpoints = metadata.endpoints.values();
+        let generate = endpoints.filter(|e| e.endpoint == "generate" && wanted(&e.namespace));
+        generate.filter_map(|endpoint| WorkerSpec::read(name, metadata, endpoint)).collect()
+    }
+}
+
+/// Sorts, and leaves one life for each instance id: the router keys work by it.
+fn view(specs: impl Iterator<Item = WorkerSpec>) -> View {
+    let mut specs: Vec<Arc<WorkerSpec>> = specs.map(Arc::new).collect();
+    specs.sort_by(|a, b| a.identity.cmp(&b.identity));
+    specs.dedup_by(|later, kept| {
+        let twice = later.identity.instance_id == kept.identity.instance_id;
+        if twice {
+            tracing::warn!(worker = %later.name, other = %kept.name, "two workers share an instance id; the later one counts");
+            std::mem::swap(later, kept);
+        }
+        twice
+    });
+    specs.into()
+}
+
+impl WorkerSpec {
+    /// `None` for an endpoint that this router cannot use: another codec or transport, or no model card.
+    fn read(name: &str, metadata: &WorkerMetadata, endpoint: &protocol::metadata::Endpoint) -> Option<Self> {
+        if endpoint.request_plane_codec.as_deref() != Some(REQUEST_CODEC) {
+            tracing::debug!(worker = name, codec = ?endpoint.request_plane_codec, "worker speaks another request plane");
+            return None;
+        }
+        let id = endpoint.instance_id;
+        let address = endpoint.transport.get("tcp")?.as_str()?.to_owned();
+        let key = |name| entry_key(&endpoint.namespace, &endpoint.component, name, id);
+        let card = metadata.model_cards.get(&key(&endpoint.endpoint))?.card_json.clone();
+        let channels = metadata.event_channels.values();
+        let mut ours = channels
+            .filter(|c| c.instance_id == id && c.component == endpoint.component && c.namespace == endpoint.namespace);
+        let events = ours.find_map(|channel| Some(channel.transport.get("zmq")?.as_str()?.to_owned()));
+        let boot_epoch = card.armature.as_ref().map(|a| a.boot_epoch.clone()).unwrap_or_default();
+        let identity = Identity { instance_id: id, boot_epoch };
+        Some(Self { identity, name: name.to_owned(), component: endpoint.component.clone(), address, events, card })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn metadata(id: u64, epoch: &str) -> WorkerMetadata {
+        let entry = |endpoint: &str| json!({"namespace": "ns", "component": "backend", "endpoint": endpoint, "instance_id": id});
+        let with = |mut base: serde_json::Value, key: &str, value: serde_json::Value| {
+            base[key] = value;
+            base
+        };
+        let endpoint = with(entry("generate"), "transport", json!({"tcp": "127.0.0.1:9000"}));
+        let endpoint = with(endpoint, "request_plane_codec", json!(REQUEST_CODEC));
+        let card =
+            json!({"display_name": "m", "armature": {"boot_epoch": epoch, "artifacts": {}, "eos_token_ids": []}});
+        let channel = with(entry("events"), "transport", json!({"zmq": "tcp://127.0.0.1:9001"}));
+        let text = json!({
+            "endpoints": {(entry_key("ns", "backend", "generate", id)): endpoint},
+            "model_cards": {(entry_key("ns", "backend", "generate", id)): with(entry("generate"), "card_json", card)},
+            "event_channels": {(entry_key("ns", "backend", "events", id)): channel},
+        });
+        serde_json::from_value(text).expect("valid metadata")
+    }
+
+    fn sink(dynamo_namespace: Option<&str>) -> (Sink, watch::Receiver<Option<View>>) {
+        let (publish, view) = watch::channel(None);
+        (Sink { publish, dynamo_namespace: dynamo_namespace.map(str::to_owned) }, view)
+    }
+
+    #[test]
+    fn a_worker_is_read_from_its_three_maps() {
+        let (sink, view) = sink(None);
+        sink.publish([("w", &metadata(7, "e1"))]);
+        let view = view.borrow().clone().expect("published");
+        let spec = &view[0];
+        assert_eq!(spec.identity, Identity { instance_id: 7, boot_epoch: "e1".into() });
+        assert_eq!((spec.address.as_str(), spec.events.as_deref()), ("127.0.0.1:9000", Some("tcp://127.0.0.1:9001")));
+    }
+
+    #[test]
+    fn equal_views_do_not_wake_anybody_and_a_new_epoch_does() {
+        let (sink, mut view) = sink(None);
+        sink.publish([("w", &metadata(7, "e1"))]);
+        view.mark_unchanged();
+        sink.publish([("w", &metadata(7, "e1"))]);
+        assert!(!view.has_changed().expect("open"));
+        sink.publish([("w", &metadata(7, "e2"))]);
+        assert!(view.has_changed().expect("open"));
+    }
+
+    #[test]
+    fn other_namespaces_codecs_and_double_ids_are_left_out() {
+        let (sink, view) = sink(Some("other"));
+        sink.publish([("w", &metadata(7, "e1"))]);
+        assert_eq!(view.borrow().as_deref().map(<[_]>::len), Some(0));
+        let (sink, view) = self::sink(Some("ns"));
+        let mut foreign = metadata(8, "e");
+        foreign.endpoints.values_mut().for_each(|e| e.request_plane_codec = Some("msgpack".into()));
+        sink.publish([("a", &metadata(7, "e1")), ("b", &metadata(7, "e2")), ("c", &foreign)]);
+        let view = view.borrow().clone().expect("published");
+        assert_eq!(view.iter().map(|w| w.name.as_str()).collect::<Vec<_>>(), ["b"]);
+    }
+}

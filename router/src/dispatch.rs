@@ -1,0 +1,239 @@
+//! One request onto one worker: match, decide, book, send, and try another worker while nothing has been delivered.
+//!
+//! The decision is made inline, in the task of the request. A booking is released by its guard, however the request ends;
+//! every attempt books anew.
+
+mod booking;
+mod reply;
+
+use std::sync::Arc;
+
+use kv_hashing::{BlockSize, HashSpace, sequence_hashes};
+use kv_index::{Overlaps, TierBlocks, WorkerId, WorkerRank};
+use protocol::request_plane::{ClientFrame, ErrorCode, Failed, Generate, client_frame, server_frame};
+use routing::{Decision, Mode, Prompt, Refusal, Request, WorkerSet};
+use tokio::time::{Instant, timeout_at};
+
+use crate::backend::{Backend, DispatchError, RouteOptions, Routed, ServedModel};
+use crate::config::{Deadlines, Settings};
+use crate::metrics::{DecisionLabels, ReasonLabels};
+use crate::request_plane::Stream;
+use crate::workers::{Cluster, ClusterView, Life};
+use booking::{Booking, Placement};
+use reply::Reply;
+
+/// Most workers tried for one request.
+const ATTEMPTS: usize = 4;
+
+/// Stages, as errors name them.
+pub(crate) mod stage {
+    pub(crate) const CONNECTING: &str = "connecting";
+    pub(crate) const FIRST_TOKEN: &str = "waiting for the first token";
+    pub(crate) const GENERATING: &str = "generating";
+}
+
+/// Sends requests to workers.
+pub struct Dispatcher {
+    cluster: Arc<Cluster>,
+    placement: Arc<Placement>,
+    deadlines: Deadlines,
+    match_prefixes: bool,
+    mode: &'static str,
+}
+
+/// Why an attempt failed.
+enum Failure {
+    /// Another worker may do.
+    Retry { reason: &'static str, error: DispatchError },
+    /// No worker would do.
+    Final(DispatchError),
+}
+
+impl Dispatcher {
+    pub(crate) fn new(cluster: Arc<Cluster>, settings: &Settings) -> Self {
+        let placement = Arc::new(Placement::new(settings.mode, settings.cost, cluster.metrics.in_flight.clone()));
+        let (match_prefixes, mode) = match settings.mode {
+            Mode::Kv => (settings.kv_events, "kv"),
+            Mode::RoundRobin => (settings.kv_events, "round-robin"),
+            Mode::Random => (settings.kv_events, "random"),
+        };
+        Self { cluster, placement, deadlines: settings.deadlines, match_prefixes, mode }
+    }
+
+    /// Every rank of every worker whose model is loaded.
+    pub fn workers(&self) -> WorkerSet {
+        self.cluster.view.load().set.clone()
+    }
+
+    /// How much of a prompt each worker holds, as the index has it.
+    pub fn overlaps(&self, model: &str, tokens: &[u32], space: HashSpace) -> Option<Overlaps> {
+        let size = self.cluster.view.load().models.get(model)?.block_size;
+        Some(self.cluster.index.read().find_matches_for_request(tokens, size, space))
+    }
+
+    /// Blocks that the index has of one rank.
+    pub fn indexed_blocks(&self, rank: WorkerRank) -> TierBlocks {
+        self.cluster.index.read().blocks(rank)
+    }
+
+    fn prompt(&self, request: &Generate, size: BlockSize) -> (Prompt, Overlaps) {
+        let space = HashSpace::new(Some(&request.lora), Some(&request.cache_namespace));
+        let blocks = space.blocks(&request.token_ids, size);
+        let overlaps =
+            if self.match_prefixes { self.cluster.index.read().find_matches(&blocks) } else { Overlaps::default() };
+        let prompt =
+            Prompt { blocks: sequence_hashes(&blocks).into(), tokens: request.token_ids.len(), block_size: size };
+        (prompt, overlaps)
+    }
+
+    /// Decides and books in one step, so that requests that come together see each other.
+    fn place(
+        &self,
+        view: &ClusterView,
+        request: &Generate,
+        prompt: &Prompt,
+        overlaps: &Overlaps,
+        pinned: Option<WorkerId>,
+        tried: &[WorkerId],
+    ) -> Result<(Decision, Booking), Refusal> {
+        let excluded = [&view.down[..], tried].concat();
+        let wanted = Request { model: &request.model, prompt, pinned, excluded: &excluded };
+        let (decision, booking) = self.placement.decide(&view.set, &wanted, overlaps)?;
+        let metrics = &self.cluster.metrics;
+        metrics.decisions.get_or_create(&DecisionLabels { mode: self.mode }).inc();
+        metrics.overlap_blocks.observe(f64::from(decision.terms.overlap.total()));
+        tracing::debug!(
+            request = %request.request_id, worker = decision.rank.worker.0, overlap = decision.terms.overlap.total(),
+            cost = decision.terms.cost, "routed"
+        );
+        Ok((decision, booking))
+    }
+
+    /// Sends the request and waits for its first frame.
+    async fn attempt(
+        &self,
+        life: &Arc<Life>,
+        frame: &mut ClientFrame,
+    ) -> Result<(Stream, server_frame::Body), Failure> {
+        let spec = life.spec();
+        let lost = |stage, message| DispatchError::Worker { worker: spec.name.clone(), stage, message };
+        let mut stream = life.client.open(frame).await.map_err(|error| Failure::Retry {
+            reason: "unreachable",
+            error: lost(stage::CONNECTING, error.to_string()),
+        })?;
+        let limit = self.deadlines.first_token;
+        match timeout_at(Instant::now() + limit, stream.next()).await {
+            Ok(Some(server_frame::Body::Failed(failed))) => Err(self.refused(life, failed)),
+            Ok(Some(first)) => Ok((stream, first)),
+            Ok(None) => Err(Failure::Retry { reason: "lost", error: lost(stage::FIRST_TOKEN, stream.lost_reason()) }),
+            Err(_) => {
+                Err(Failure::Final(DispatchError::Deadline { stage: stage::FIRST_TOKEN, seconds: limit.as_secs() }))
+            }
+        }
+    }
+
+    fn refused(&self, life: &Life, failed: Failed) -> Failure {
+        let code = failed.code();
+        if code == ErrorCode::Draining {
+            life.client.set_draining();
+            self.cluster.changed.notify_one();
+        }
+        let worker = life.spec().name.clone();
+        let error = failure(&worker, stage::FIRST_TOKEN, failed, &self.deadlines);
+        match code {
+            ErrorCode::Draining => Failure::Retry { reason: "draining", error },
+            ErrorCode::Overloaded => Failure::Retry { reason: "overloaded", error },
+            ErrorCode::WrongWorker => Failure::Retry { reason: "wrong worker", error },
+            _ => Failure::Final(error),
+        }
+    }
+
+    async fn dispatch(&self, request: Generate, options: RouteOptions) -> Result<Routed, DispatchError> {
+        let no_worker = || DispatchError::NoWorker { model: request.model.clone() };
+        let view = self.cluster.view.load_full();
+        let size = view.models.get(&request.model).ok_or_else(no_worker)?.block_size;
+        let (prompt, overlaps) = self.prompt(&request, size);
+        let pinned = options.pinned_worker.map(WorkerId);
+        let model = request.model.clone();
+        let mut frame = ClientFrame { stream_id: 0, body: Some(client_frame::Body::Generate(request)) };
+        let (mut tried, mut last_error) = (Vec::new(), None);
+        while tried.len() < ATTEMPTS {
+            // A new view each time: a failure may have changed it.
+            let view = self.cluster.view.load_full();
+            let Some(client_frame::Body::Generate(request)) = &frame.body else { break };
+            let (decision, booking) = match self.place(&view, request, &prompt, &overlaps, pinned, &tried) {
+                Ok(placed) => placed,
+                Err(Refusal::UnknownPin(worker)) => return Err(DispatchError::UnknownWorker(worker.0)),
+                Err(Refusal::NoWorker | Refusal::AllOut) => break,
+            };
+            let worker = decision.rank.worker;
+            tried.push(worker);
+            let Some(life) = view.workers.get(&worker) else { continue };
+            match self.attempt(life, &mut frame).await {
+                Ok((stream, first)) => return Ok(self.routed(life.clone(), &decision, booking, stream, first)),
+                Err(Failure::Final(error)) => return Err(error),
+                Err(Failure::Retry { reason, error }) => {
+                    self.cluster.metrics.retries.get_or_create(&ReasonLabels { reason }).inc();
+                    tracing::debug!(%error, "trying another worker");
+                    last_error = Some(error);
+                }
+            }
+        }
+        Err(last_error.unwrap_or(DispatchError::NoWorker { model }))
+    }
+
+    fn routed(
+        &self,
+        life: Arc<Life>,
+        decision: &Decision,
+        booking: Booking,
+        stream: Stream,
+        first: server_frame::Body,
+    ) -> Routed {
+        let (spec, overlap_blocks) = (life.spec(), decision.terms.overlap.total());
+        let expected = self.match_prefixes.then_some(overlap_blocks);
+        let reply = Reply::new(stream, first, booking, life, expected, self.deadlines);
+        Routed {
+            worker_id: spec.identity.instance_id,
+            worker_name: spec.name.clone(),
+            overlap_blocks,
+            stream: Box::pin(reply),
+        }
+    }
+}
+
+impl Backend for Dispatcher {
+    fn model(&self, name: &str) -> Option<Arc<ServedModel>> {
+        Some(self.cluster.view.load().models.get(name)?.served.clone())
+    }
+
+    fn models(&self) -> Vec<Arc<ServedModel>> {
+        let view = self.cluster.view.load();
+        let mut models: Vec<_> = view.models.values().map(|model| model.served.clone()).collect();
+        models.sort_by(|a, b| a.card.display_name.cmp(&b.card.display_name));
+        models
+    }
+
+    fn synced(&self) -> bool {
+        self.cluster.synced()
+    }
+
+    fn generate(
+        &self,
+        request: Generate,
+        options: RouteOptions,
+    ) -> impl Future<Output = Result<Routed, DispatchError>> + Send {
+        self.dispatch(request, options)
+    }
+}
+
+/// What a worker's refusal or failure means to a client.
+fn failure(worker: &str, stage: &'static str, failed: Failed, deadlines: &Deadlines) -> DispatchError {
+    let code = failed.code();
+    match code {
+        ErrorCode::InvalidRequest => DispatchError::Invalid(failed.message),
+        ErrorCode::Overloaded => DispatchError::Overloaded(failed.message),
+        ErrorCode::Deadline => DispatchError::Deadline { stage, seconds: deadlines.first_token.as_secs() },
+        _ => DispatchError::Worker { worker: worker.to_owned(), stage, message: failed.message },
+    }
+}

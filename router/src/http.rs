@@ -1,0 +1,201 @@
+//! The HTTP server: accept loop, connection limits, drain. What is served is in the modules below.
+//!
+//! Connections are accepted by our own loop, because of `TCP_NODELAY`, the connection limit, the header timeout and a drain
+//! that ends. HTTP/1 and HTTP/2 without TLS share the port.
+
+mod body;
+mod generate;
+pub mod metrics;
+mod pages;
+mod routes;
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto::Builder;
+use prometheus_client::registry::Registry;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::backend::Backend;
+use metrics::FrontendMetrics;
+use routes::Frontend;
+
+/// Settings of the frontend.
+#[derive(Clone, Debug, clap::Args)]
+pub struct FrontendConfig {
+    /// Largest request body, in bytes
+    #[arg(long, env = "ARMATURE_BODY_LIMIT_BYTES", default_value_t = FrontendConfig::default().body_limit_bytes)]
+    pub body_limit_bytes: usize,
+
+    /// Most answers of one request: prompts times `n`
+    #[arg(long, env = "ARMATURE_MAX_CHOICES", default_value_t = FrontendConfig::default().max_choices,
+        value_parser = at_least_one)]
+    pub max_choices: usize,
+
+    /// Silence on a stream after which a comment is sent, in milliseconds; also the longest that a stream's head waits for the first token
+    #[arg(long, env = "ARMATURE_KEEP_ALIVE_MS", default_value_t = FrontendConfig::default().keep_alive_ms,
+        value_parser = clap::value_parser!(u64).range(10..))]
+    pub keep_alive_ms: u64,
+
+    /// Time for a request's head to arrive, in seconds; idle connections are closed after it too
+    #[arg(long, env = "ARMATURE_HEADER_TIMEOUT_S", default_value_t = FrontendConfig::default().header_timeout_s,
+        value_parser = clap::value_parser!(u64).range(1..))]
+    pub header_timeout_s: u64,
+
+    /// Time for a request's body to arrive, in seconds
+    #[arg(long, env = "ARMATURE_BODY_TIMEOUT_S", default_value_t = FrontendConfig::default().body_timeout_s,
+        value_parser = clap::value_parser!(u64).range(1..))]
+    pub body_timeout_s: u64,
+
+    /// Most open connections; further ones wait in the listener's queue
+    #[arg(long, env = "ARMATURE_MAX_CONNECTIONS", default_value_t = FrontendConfig::default().max_connections,
+        value_parser = at_least_one)]
+    pub max_connections: usize,
+
+    /// Time for open requests to finish at shutdown, in seconds; then their streams end with an error
+    #[arg(long, env = "ARMATURE_DRAIN_TIMEOUT_S", default_value_t = FrontendConfig::default().drain_timeout_s)]
+    pub drain_timeout_s: u64,
+}
+
+impl Default for FrontendConfig {
+    fn default() -> FrontendConfig {
+        FrontendConfig {
+            body_limit_bytes: 32 << 20,
+            max_choices: 128,
+            keep_alive_ms: 10_000,
+            header_timeout_s: 60,
+            body_timeout_s: 60,
+            max_connections: 16_384,
+            drain_timeout_s: 30,
+        }
+    }
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) => Err("must be at least 1".into()),
+        Ok(number) => Ok(number),
+        Err(error) => Err(format!("{error}")),
+    }
+}
+
+/// Time for streams to deliver their error event after the drain has run out.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// Pause after a failed accept, which is mostly a lack of file descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// Serves until `shutdown`, then stops accepting, lets open requests finish for `drain_timeout_s`, and returns.
+pub async fn serve<B: Backend>(
+    listener: TcpListener,
+    backend: Arc<B>,
+    config: FrontendConfig,
+    metrics: Arc<FrontendMetrics>,
+    registry: Arc<Registry>,
+    shutdown: CancellationToken,
+) {
+    let drain = Duration::from_secs(config.drain_timeout_s);
+    let abort = CancellationToken::new();
+    let kill = CancellationToken::new();
+    let permits = Arc::new(Semaphore::new(config.max_connections.min(Semaphore::MAX_PERMITS)));
+    let builder = builder(&config);
+    let frontend =
+        Arc::new(Frontend { backend, config, metrics, registry, draining: shutdown.clone(), abort: abort.clone() });
+    let connections = TaskTracker::new();
+    let accepting = async {
+        loop {
+            let permit = permits.clone().acquire_owned().await.expect("the semaphore is never closed");
+            let stream = accept(&listener).await;
+            let (frontend, builder) = (frontend.clone(), builder.clone());
+            let (shutdown, kill) = (shutdown.clone(), kill.clone());
+            connections.spawn(async move {
+                serve_connection(stream, frontend, builder, shutdown, kill).await;
+                drop(permit);
+            });
+        }
+    };
+    tokio::select! {
+        () = accepting => {}
+        () = shutdown.cancelled() => {}
+    }
+    drop(listener);
+    connections.close();
+    tracing::info!(connections = connections.len(), "draining");
+    if tokio::time::timeout(drain, connections.wait()).await.is_err() {
+        tracing::warn!(connections = connections.len(), "drain timeout passed; ending the open requests");
+        abort.cancel();
+        if tokio::time::timeout(LAST_WORDS, connections.wait()).await.is_err() {
+            kill.cancel();
+            connections.wait().await;
+        }
+    }
+}
+
+fn builder(config: &FrontendConfig) -> Builder<TokioExecutor> {
+    let header_timeout = Duration::from_secs(config.header_timeout_s);
+    let mut builder = Builder::new(TokioExecutor::new());
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(header_timeout);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .keep_alive_interval(header_timeout / 2)
+        .keep_alive_timeout(header_timeout / 2)
+        .max_concurrent_streams(1024);
+    builder
+}
+
+async fn accept(listener: &TcpListener) -> TcpStream {
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                if let Err(error) = stream.set_nodelay(true) {
+                    tracing::debug!(%error, "TCP_NODELAY cannot be set");
+                }
+                return stream;
+            }
+            Err(error) => {
+                tracing::warn!(%error, "accepting a connection failed");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+async fn serve_connection<B: Backend>(
+    stream: TcpStream,
+    frontend: Arc<Frontend<B>>,
+    builder: Builder<TokioExecutor>,
+    shutdown: CancellationToken,
+    kill: CancellationToken,
+) {
+    let _open = frontend.metrics.connection();
+    let service = service_fn(move |request| {
+        let frontend = frontend.clone();
+        async move { Ok::<_, Infallible>(frontend.handle(request).await) }
+    });
+    let connection = builder.serve_connection(TokioIo::new(stream), service);
+    let mut connection = std::pin::pin!(connection);
+    let mut draining = false;
+    loop {
+        tokio::select! {
+            biased;
+            result = connection.as_mut() => {
+                if let Err(error) = result {
+                    tracing::debug!(%error, "a connection ended");
+                }
+                return;
+            }
+            () = shutdown.cancelled(), if !draining => {
+                draining = true;
+                connection.as_mut().graceful_shutdown();
+            }
+            () = kill.cancelled() => return,
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! The two endpoints that generate: from a body to a checked request, to workers, to an answer.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use bytes::Bytes;
+use futures::future::try_join_all;
+use hyper::body::Incoming;
+use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
+use hyper::{Request, Response, StatusCode};
+
+use super::body::{self, ResponseBody};
+use super::metrics::RequestGuard;
+use super::routes::{Frontend, error_response, json_response};
+use crate::backend::{Backend, RouteOptions, Routed, ServedModel};
+use crate::openai::error::ApiError;
+use crate::openai::{Endpoint, parse, request};
+use crate::preprocess::{Prepared, prepare};
+use crate::stream::choice::{Choice, Echo};
+use crate::stream::encode::{Encoder, Usage};
+use crate::stream::events::EventStream;
+use crate::stream::whole;
+
+/// Name of the worker, in answers; instance id of the worker wanted, in requests.
+const WORKER: HeaderName = HeaderName::from_static("x-armature-worker");
+/// Instance id of the worker.
+const WORKER_ID: HeaderName = HeaderName::from_static("x-armature-worker-id");
+/// Prompt blocks reused.
+const REUSED_BLOCKS: HeaderName = HeaderName::from_static("x-armature-reused-blocks");
+
+/// Bodies above this are read and tokenized on a blocking thread: about 1 ms of work.
+const INLINE_BYTES: usize = 32 << 10;
+
+/// Who serves a request, for the headers.
+struct ServedBy {
+    name: String,
+    id: u64,
+    overlap_blocks: u32,
+}
+
+impl<B: Backend> Frontend<B> {
+    /// Serves one request of a generating endpoint.
+    pub(super) async fn generate(&self, request: Request<Incoming>, endpoint: Endpoint) -> Response<ResponseBody> {
+        let mut guard = Some(RequestGuard::new(self.metrics.clone(), endpoint));
+        match self.answer(request, endpoint, &mut guard).await {
+            Ok(response) => response,
+            Err(error) => {
+                if let Some(mut guard) = guard {
+                    guard.finish(error.label);
+                }
+                tracing::debug!(status = error.label, param = ?error.param, message = %error.message, "refused");
+                error_response(&error)
+            }
+        }
+    }
+
+    /// `guard` is taken by an answer that outlives this call.
+    async fn answer(
+        &self,
+        request: Request<Incoming>,
+        endpoint: Endpoint,
+        guard: &mut Option<RequestGuard>,
+    ) -> Result<Response<ResponseBody>, ApiError> {
+        check_content_type(request.headers())?;
+        let options = route_options(request.headers())?;
+        let timeout = Duration::from_secs(self.config.body_timeout_s);
+        let body = body::read(request.into_body(), self.config.body_limit_bytes, timeout).await?;
+        let (served, prepared) = self.admit(body, endpoint).await?;
+        let prompts: Vec<usize> = prepared.prompts.iter().map(|tokens| tokens.len()).collect();
+        if let Some(guard) = guard {
+            guard.admitted(&served.card.display_name, prompts.iter().sum());
+        }
+        let id = format!("{}{:032x}", endpoint.id_prefix(), rand::random::<u128>());
+        let routed = self.dispatch(prepared.generates(&id, &served, endpoint)?, options).await?;
+        let served_by = served_by(&routed);
+        let choices = choices(routed, &served, &prepared);
+        let encoder = Encoder::new(
+            endpoint,
+            &id,
+            SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            &served.card.display_name,
+            served.model.vocabulary().clone(),
+            (prepared.params.logprobs.is_some(), prepared.params.stream && prepared.params.include_usage),
+        );
+        let n = prepared.params.n;
+        let Some(mut guard) = guard.take() else { return Err(ApiError::internal("the request has ended already")) };
+        if prepared.params.stream {
+            let keep_alive = Duration::from_millis(self.config.keep_alive_ms);
+            let mut events = EventStream::new(choices, encoder, (prompts, n), guard, keep_alive, &self.abort);
+            events.begin().await?;
+            let reused = events.reused_blocks();
+            return Ok(stream_response(events, &served_by, reused));
+        }
+        let mut choices = choices;
+        if let Err(error) = whole(&mut choices, &mut guard, &self.abort).await {
+            guard.finish(error.label);
+            return Err(error);
+        }
+        let usage = Usage::of(prompts, &choices, n);
+        guard.usage(&usage);
+        guard.finish("success");
+        let mut response = json_response(StatusCode::OK, encoder.response(&choices, &usage));
+        let reused = choices.first().and_then(Choice::reused_blocks);
+        worker_headers(response.headers_mut(), &served_by, reused);
+        Ok(response)
+    }
+
+    /// Reads, checks and tokenizes a body; no worker is involved yet.
+    async fn admit(&self, body: Bytes, endpoint: Endpoint) -> Result<(Arc<ServedModel>, Prepared), ApiError> {
+        let (backend, max_choices) = (self.backend.clone(), self.config.max_choices);
+        let large = body.len() > INLINE_BYTES;
+        let work = move || {
+            let request: request::Request = parse::parse(&body)?;
+            let served = served_model(&*backend, &request)?;
+            let prepared = prepare(&served, &request, endpoint, max_choices)?;
+            Ok((served, prepared))
+        };
+        if !large {
+            return work();
+        }
+        match tokio::task::spawn_blocking(work).await {
+            Ok(result) => result,
+            Err(error) => Err(ApiError::internal(format!("preprocessing failed: {error}"))),
+        }
+    }
+
+    async fn dispatch(
+        &self,
+        generates: Vec<protocol::request_plane::Generate>,
+        options: RouteOptions,
+    ) -> Result<Vec<Routed>, ApiError> {
+        let started = generates.into_iter().map(|generate| self.backend.generate(generate, options.clone()));
+        Ok(try_join_all(started).await?)
+    }
+}
+
+fn served_model(backend: &impl Backend, request: &request::Request) -> Result<Arc<ServedModel>, ApiError> {
+    let name = request.model.as_deref().unwrap_or_default();
+    if name.is_empty() {
+        return Err(ApiError::invalid("model", "model is required"));
+    }
+    backend.model(name).ok_or_else(|| match backend.models().is_empty() {
+        // With no model at all the client is not wrong, it is early.
+        true => crate::backend::DispatchError::NoWorker { model: name.to_owned() }.into(),
+        false => ApiError::model_not_found(name),
+    })
+}
+
+fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
+    let Some(kind) = headers.get(CONTENT_TYPE) else { return Ok(()) };
+    let kind = kind.to_str().unwrap_or_default();
+    let essence = kind.split(';').next().unwrap_or_default().trim();
+    if essence.eq_ignore_ascii_case("application/json") {
+        return Ok(());
+    }
+    Err(ApiError::invalid("content-type", format!("content-type must be application/json, not {kind:?}")))
+}
+
+fn route_options(headers: &HeaderMap) -> Result<RouteOptions, ApiError> {
+    let Some(wanted) = headers.get(&WORKER) else { return Ok(RouteOptions::default()) };
+    match wanted.to_str().ok().and_then(|id| id.trim().parse().ok()) {
+        Some(id) => Ok(RouteOptions { pinned_worker: Some(id) }),
+        None => Err(ApiError::invalid("x-armature-worker", "x-armature-worker must be the instance id of a worker")),
+    }
+}
+
+fn served_by(routed: &[Routed]) -> ServedBy {
+    match routed.first() {
+        Some(first) => {
+            ServedBy { name: first.worker_name.clone(), id: first.worker_id, overlap_blocks: first.overlap_blocks }
+        }
+        None => ServedBy { name: String::new(), id: 0, overlap_blocks: 0 },
+    }
+}
+
+fn choices(routed: Vec<Routed>, served: &ServedModel, prepared: &Prepared) -> Vec<Choice> {
+    let n = prepared.params.n;
+    let choice = |(index, routed): (usize, Routed)| {
+        let tokens = &prepared.prompts[index / n];
+        let echo = prepared.echo.get(index / n).map(|text| Echo { text: text.clone(), tokens: tokens.clone() });
+        Choice::new(routed, served, &prepared.params, tokens.len(), echo)
+    };
+    routed.into_iter().enumerate().map(choice).collect()
+}
+
+fn stream_response(events: EventStream, served_by: &ServedBy, reused: Option<u32>) -> Response<ResponseBody> {
+    let mut response = Response::new(ResponseBody::Events(Box::new(events)));
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    worker_headers(headers, served_by, reused);
+    response
+}
+
+/// The blocks are what the worker said, or, before it has said anything, what the router expects.
+fn worker_headers(headers: &mut HeaderMap, served_by: &ServedBy, reused: Option<u32>) {
+    if let Ok(name) = HeaderValue::try_from(&served_by.name) {
+        headers.insert(WORKER, name);
+    }
+    headers.insert(WORKER_ID, HeaderValue::from(served_by.id));
+    headers.insert(REUSED_BLOCKS, HeaderValue::from(reused.unwrap_or(served_by.overlap_blocks)));
+}

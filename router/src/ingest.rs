@@ -1,0 +1,276 @@
+//! KV events of one worker into the index: one task for each worker, so that a slow one never delays the others.
+//!
+//! After the subscription stands, the worker's whole state is fetched over the request plane; from then on its numbered
+//! events are applied as they come. `cursor` decides what each event means, `subscription` reads the event plane, `query`
+//! asks for what was missed. Recovery runs beside the live events, which wait for it in a bounded queue.
+
+mod cursor;
+mod query;
+mod subscription;
+mod wire;
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::StreamExt;
+use futures::stream::FuturesUnordered;
+use kv_index::{KvEvent, KvEventData, PrefixIndex, WorkerId, WorkerRank};
+use parking_lot::RwLock;
+use protocol::event_plane::ActiveLoad;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep, sleep_until};
+use tokio_util::sync::CancellationToken;
+
+use crate::metrics::{CoreMetrics, ReasonLabels};
+use crate::request_plane::Client;
+use cursor::{Cursor, Verdict, Wish};
+use query::{Answer, QueryError};
+use subscription::{Message, Subscription};
+
+/// First and longest pause before a failed recovery is tried again.
+const BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
+
+/// Events applied under one lock of the index: matches wait for no more than that.
+const BATCH: usize = 64;
+
+/// Shortest time between two dumps that orphans ask for: an engine that stores under evicted parents must not cause one each time.
+const ORPHAN_DUMPS: Duration = Duration::from_secs(10);
+
+/// What the ingest of one worker needs of the router.
+pub(crate) struct Feed {
+    /// Its instance id.
+    pub(crate) worker: WorkerId,
+    /// Its name, for people.
+    pub(crate) name: String,
+    /// Data-parallel ranks behind it.
+    pub(crate) ranks: u32,
+    /// Address of its publisher.
+    pub(crate) events: String,
+    /// Its connection.
+    pub(crate) client: Arc<Client>,
+    /// The index of all workers.
+    pub(crate) index: Arc<RwLock<PrefixIndex>>,
+    /// Where things are counted.
+    pub(crate) metrics: Arc<CoreMetrics>,
+    /// Ends the feed. Whoever cancels it removes the worker from the index afterwards.
+    pub(crate) stop: CancellationToken,
+}
+
+/// Starts the task.
+pub(crate) fn start(feed: Feed) {
+    let stop = feed.stop.clone();
+    tokio::spawn(async move {
+        let ranks = (0..feed.ranks).map(|_| Rank::default()).collect();
+        let mut ingest = Ingest { feed, ranks, recoveries: FuturesUnordered::new() };
+        stop.run_until_cancelled(ingest.run()).await;
+        let held: usize = ingest.ranks.iter().map(|rank| rank.cursor.held()).sum();
+        ingest.feed.metrics.events_held.dec_by(held as i64);
+    });
+}
+
+#[derive(Default)]
+struct Rank {
+    cursor: Cursor,
+    failures: u32,
+    orphan_dump: Option<Instant>,
+}
+
+type Recovery = Pin<Box<dyn Future<Output = (u32, Result<Answer, QueryError>)> + Send>>;
+
+struct Ingest {
+    feed: Feed,
+    /// By number.
+    ranks: Vec<Rank>,
+    recoveries: FuturesUnordered<Recovery>,
+}
+
+impl Ingest {
+    async fn run(&mut self) {
+        let (mut subscription, mut messages) =
+            Subscription::start(self.feed.events.clone(), self.feed.worker.0, self.feed.metrics.clone());
+        loop {
+            let due = self.ranks.iter().filter_map(|rank| rank.cursor.due()).min();
+            tokio::select! {
+                message = messages.recv() => match message {
+                    Some(message) => self.take(message),
+                    // The reader ended, which only a panic in it can cause: start another one.
+                    None => (subscription, messages) = self.resubscribe(subscription),
+                },
+                Some((rank, result)) = self.recoveries.next(), if !self.recoveries.is_empty() => {
+                    self.recovered(rank, result).await;
+                }
+                () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
+                    let now = Instant::now();
+                    for rank in 0..self.feed.ranks {
+                        self.ranks[rank as usize].cursor.check(now);
+                        self.settle(rank);
+                    }
+                }
+            }
+        }
+    }
+
+    fn resubscribe(&self, ended: Subscription) -> (Subscription, mpsc::Receiver<Message>) {
+        drop(ended);
+        tracing::warn!(worker = %self.feed.name, "the reader of KV events ended unexpectedly; starting it again");
+        Subscription::start(self.feed.events.clone(), self.feed.worker.0, self.feed.metrics.clone())
+    }
+
+    fn take(&mut self, message: Message) {
+        match message {
+            Message::Connected => {
+                for rank in 0..self.feed.ranks {
+                    // Only the first connection needs the whole state; after that, gaps show by number.
+                    self.ranks[rank as usize].cursor.subscribed();
+                    self.settle(rank);
+                }
+            }
+            Message::Events(events) => {
+                let mut touched = Vec::new();
+                for event in events {
+                    if !touched.contains(&event.dp_rank) {
+                        touched.push(event.dp_rank);
+                    }
+                    self.event(event);
+                }
+                for rank in touched {
+                    self.settle(rank);
+                }
+            }
+            Message::Load(load) => self.load(&load),
+        }
+    }
+
+    fn load(&mut self, load: &ActiveLoad) {
+        if load.dp_rank < self.feed.ranks {
+            self.ranks[load.dp_rank as usize].cursor.reported(load.last_event_id, Instant::now());
+            self.settle(load.dp_rank);
+        }
+        if load.draining {
+            self.feed.client.set_draining();
+        }
+    }
+
+    /// One live event.
+    fn event(&mut self, event: KvEvent) {
+        let dp_rank = event.dp_rank;
+        let metrics = &self.feed.metrics;
+        let Some(rank) = self.ranks.get_mut(dp_rank as usize) else {
+            metrics.events_refused.get_or_create(&ReasonLabels { reason: "unknown rank" }).inc();
+            return;
+        };
+        let held = rank.cursor.held();
+        let verdict = rank.cursor.live(event, Instant::now());
+        metrics.events_held.inc_by(rank.cursor.held() as i64 - held as i64);
+        match verdict {
+            Verdict::Apply(event) => self.apply(dp_rank, std::slice::from_ref(&event)),
+            Verdict::Duplicate => {
+                metrics.events_duplicate.inc();
+            }
+            Verdict::Held | Verdict::Gap => {}
+            Verdict::Restarted => {
+                tracing::info!(worker = %self.feed.name, dp_rank, "event ids went backwards: the engine restarted");
+                self.clear(dp_rank);
+            }
+        }
+    }
+
+    /// Applies events to the index, unless the feed has been stopped: that is checked under the lock, so that nothing is added
+    /// after the worker was removed.
+    fn apply(&mut self, dp_rank: u32, events: &[KvEvent]) {
+        let rank = WorkerRank { worker: self.feed.worker, dp_rank };
+        let mut orphans = 0;
+        {
+            let mut index = self.feed.index.write();
+            if self.feed.stop.is_cancelled() {
+                return;
+            }
+            for event in events {
+                orphans += index.apply(rank, event.tier, &event.data).orphans;
+            }
+            self.feed.metrics.index_blocks.set(index.len() as i64);
+        }
+        self.feed.metrics.events_applied.inc_by(events.len() as u64);
+        let state = &mut self.ranks[dp_rank as usize];
+        let recent = state.orphan_dump.is_some_and(|last| last.elapsed() < ORPHAN_DUMPS);
+        if orphans > 0 && !recent {
+            tracing::info!(worker = %self.feed.name, dp_rank, orphans, "events continue blocks that are not known");
+            state.orphan_dump = Some(Instant::now());
+            state.cursor.wish_dump();
+        }
+    }
+
+    fn clear(&mut self, dp_rank: u32) {
+        let cleared = KvEvent { id: 0, dp_rank, tier: kv_index::Tier::Device, data: KvEventData::Cleared };
+        self.apply(dp_rank, &[cleared]);
+    }
+
+    /// Starts the recovery that a rank's cursor asks for, if it does.
+    fn settle(&mut self, dp_rank: u32) {
+        let Some(rank) = self.ranks.get_mut(dp_rank as usize) else { return };
+        let Some(wish) = rank.cursor.take_wish() else { return };
+        let (start, end) = match wish {
+            Wish::Dump => (None, None),
+            Wish::Range { start, end } => {
+                if rank.failures == 0 {
+                    self.feed.metrics.event_gaps.inc();
+                }
+                (Some(start), end)
+            }
+        };
+        let pause = match rank.failures {
+            0 => Duration::ZERO,
+            n => (BACKOFF.0 * 2_u32.saturating_pow(n - 1)).min(BACKOFF.1),
+        };
+        let client = self.feed.client.clone();
+        self.recoveries.push(Box::pin(async move {
+            sleep(pause).await;
+            (dp_rank, query::ask(&client, dp_rank, start, end).await)
+        }));
+    }
+
+    async fn recovered(&mut self, dp_rank: u32, result: Result<Answer, QueryError>) {
+        let rank = &mut self.ranks[dp_rank as usize];
+        match result {
+            Err(error) => {
+                rank.failures = rank.failures.saturating_add(1);
+                rank.cursor.failed();
+                self.feed.metrics.recovery_failures.inc();
+                tracing::debug!(worker = %self.feed.name, dp_rank, %error, "recovery of KV events failed; trying again");
+            }
+            Ok(answer) => {
+                rank.failures = 0;
+                let reason = if answer.dump { "dump" } else { "range" };
+                self.feed.metrics.recoveries.get_or_create(&ReasonLabels { reason }).inc();
+                self.adopt(dp_rank, answer).await;
+            }
+        }
+        self.settle(dp_rank);
+    }
+
+    /// Applies an answer in pieces, then what was held meanwhile.
+    async fn adopt(&mut self, dp_rank: u32, answer: Answer) {
+        let Answer { dump, events, last_event_id } = answer;
+        let now = Instant::now();
+        if dump {
+            self.clear(dp_rank);
+            for piece in events.chunks(BATCH) {
+                self.apply(dp_rank, piece);
+                tokio::task::yield_now().await;
+            }
+            self.ranks[dp_rank as usize].cursor.dumped(last_event_id, now);
+        } else {
+            let fresh = self.ranks[dp_rank as usize].cursor.ranged(events, last_event_id, now);
+            for piece in fresh.chunks(BATCH) {
+                self.apply(dp_rank, piece);
+                tokio::task::yield_now().await;
+            }
+        }
+        let cursor = &mut self.ranks[dp_rank as usize].cursor;
+        self.feed.metrics.events_held.dec_by(cursor.held() as i64);
+        for event in cursor.release() {
+            self.event(event);
+        }
+    }
+}

@@ -1,0 +1,18 @@
+//! The router: an OpenAI frontend, preprocessing, discovery, KV event ingest, and dispatch to workers.
+//!
+//! The decision itself is pure and lives in `routing` and `kv-index`; this crate does the IO around it.
+
+pub mod backend;
+pub mod config;
+pub mod discovery;
+pub mod dispatch;
+pub mod http;
+mod ingest;
+pub mod metrics;
+pub mod model;
+pub mod openai;
+pub mod preprocess;
+mod request_plane;
+pub mod service;
+pub mod stream;
+mod workers;

@@ -1,0 +1,131 @@
+//! Metrics of the router's core, all `armature_router_…`: decisions, events, recoveries, workers.
+//!
+//! Every series here has a fixed or small set of labels; nothing is labelled by worker, so nothing has to be dropped with one.
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::Registry;
+
+/// Labels of `decisions`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct DecisionLabels {
+    /// How workers are picked: the flag's value.
+    pub mode: &'static str,
+}
+
+/// A reason, from a fixed set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct ReasonLabels {
+    /// Which.
+    pub reason: &'static str,
+}
+
+/// Metrics of routing and of the cluster view.
+pub struct CoreMetrics {
+    /// Workers chosen, by mode.
+    pub decisions: Family<DecisionLabels, Counter>,
+    /// Attempts that went on to another worker, by reason.
+    pub retries: Family<ReasonLabels, Counter>,
+    /// Prefix blocks that the chosen worker was expected to reuse, for each request.
+    pub overlap_blocks: Histogram,
+    /// KV events that changed the index or were looked at for it.
+    pub events_applied: Counter,
+    /// Events that came twice.
+    pub events_duplicate: Counter,
+    /// Messages that could not be read, or came from another worker than expected, by reason.
+    pub events_refused: Family<ReasonLabels, Counter>,
+    /// Gaps seen in the numbering of events.
+    pub event_gaps: Counter,
+    /// Recoveries that ended well, by what they fetched.
+    pub recoveries: Family<ReasonLabels, Counter>,
+    /// Recoveries that failed and are tried again.
+    pub recovery_failures: Counter,
+    /// Live events held back by recoveries now.
+    pub events_held: Gauge,
+    /// Distinct prefixes in the index.
+    pub index_blocks: Gauge,
+    /// Workers in the view.
+    pub workers_known: Gauge,
+    /// Workers that a request could go to.
+    pub workers_routable: Gauge,
+    /// Workers whose events are unusable: another block size, or hashes that match nothing they reuse.
+    pub workers_event_mismatch: Gauge,
+    /// Requests on workers now.
+    pub in_flight: Gauge,
+}
+
+impl CoreMetrics {
+    /// Adds them to a registry.
+    pub fn register(registry: &mut Registry) -> Self {
+        let registry = registry.sub_registry_with_prefix("armature_router");
+        // 1 to 32768 blocks, and one bucket for none.
+        let overlap_blocks = Histogram::new(std::iter::once(0.0).chain(exponential_buckets(1.0, 2.0, 16)));
+        let core = Self {
+            decisions: Family::default(),
+            retries: Family::default(),
+            overlap_blocks,
+            events_applied: Counter::default(),
+            events_duplicate: Counter::default(),
+            events_refused: Family::default(),
+            event_gaps: Counter::default(),
+            recoveries: Family::default(),
+            recovery_failures: Counter::default(),
+            events_held: Gauge::default(),
+            index_blocks: Gauge::default(),
+            workers_known: Gauge::default(),
+            workers_routable: Gauge::default(),
+            workers_event_mismatch: Gauge::default(),
+            in_flight: Gauge::default(),
+        };
+        registry.register("decisions", "Workers chosen, by mode", core.decisions.clone());
+        registry.register("retries", "Attempts that went on to another worker", core.retries.clone());
+        registry.register(
+            "overlap_blocks",
+            "Prefix blocks the chosen worker was expected to reuse",
+            core.overlap_blocks.clone(),
+        );
+        registry.register("kv_events_applied", "KV events applied to the index", core.events_applied.clone());
+        registry.register("kv_events_duplicate", "KV events that came twice", core.events_duplicate.clone());
+        registry.register("kv_events_refused", "Event messages that could not be used", core.events_refused.clone());
+        registry.register("kv_event_gaps", "Gaps in the numbering of KV events", core.event_gaps.clone());
+        registry.register(
+            "kv_recoveries",
+            "Recoveries of a worker's KV state, by what they fetched",
+            core.recoveries.clone(),
+        );
+        registry.register(
+            "kv_recovery_failures",
+            "Recoveries that failed and are tried again",
+            core.recovery_failures.clone(),
+        );
+        registry.register("kv_events_held", "Live KV events held back by recoveries", core.events_held.clone());
+        registry.register("index_blocks", "Distinct prefixes in the KV index", core.index_blocks.clone());
+        registry.register("workers_known", "Workers in the discovery view", core.workers_known.clone());
+        registry.register("workers_routable", "Workers that a request could go to", core.workers_routable.clone());
+        registry.register(
+            "workers_event_mismatch",
+            "Workers whose KV events are unusable",
+            core.workers_event_mismatch.clone(),
+        );
+        registry.register("requests_in_flight", "Requests on workers", core.in_flight.clone());
+        core
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metrics_have_one_prefix_and_their_labels() {
+        let mut registry = Registry::default();
+        let core = CoreMetrics::register(&mut registry);
+        core.decisions.get_or_create(&DecisionLabels { mode: "round-robin" }).inc();
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).expect("a String takes it");
+        assert!(text.contains("armature_router_decisions_total{mode=\"round-robin\"} 1"), "{text}");
+    }
+}

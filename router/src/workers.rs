@@ -1,0 +1,254 @@
+//! The workers this router knows: one connection and one event feed for each life of a worker, and the view that requests
+//! are routed by.
+//!
+//! One task owns all of it: it takes whole views from discovery, starts and retires lives, loads models, and publishes what
+//! follows as one immutable [`ClusterView`]. Requests read the view without locks. A worker is routable once its card is
+//! known and its model loaded; its event state may still be on its way.
+
+mod life;
+mod models;
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use arc_swap::ArcSwap;
+use kv_hashing::BlockSize;
+use kv_index::{PrefixIndex, WorkerId};
+use parking_lot::RwLock;
+use routing::WorkerSet;
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, sleep_until};
+use tokio_util::sync::CancellationToken;
+
+use crate::backend::ServedModel;
+use crate::config::Deadlines;
+use crate::discovery::{Identity, View, WorkerSpec};
+use crate::metrics::CoreMetrics;
+pub(crate) use life::Life;
+use models::{ModelKey, Models};
+
+/// Tokens per block where a card does not say; only the load is counted in them then.
+const DEFAULT_BLOCK_SIZE: BlockSize = BlockSize::new(16).expect("not zero");
+
+/// What every part of the core shares.
+pub(crate) struct Cluster {
+    /// What requests are routed by; replaced as a whole.
+    pub(crate) view: ArcSwap<ClusterView>,
+    /// Which worker holds which prefix.
+    pub(crate) index: Arc<RwLock<PrefixIndex>>,
+    /// Counters.
+    pub(crate) metrics: Arc<CoreMetrics>,
+    /// Notified when a worker becomes reachable, unreachable or draining, or its events become unusable.
+    pub(crate) changed: Arc<Notify>,
+    synced: AtomicBool,
+    kv_events: bool,
+    deadlines: Deadlines,
+    router_id: Arc<str>,
+}
+
+impl Cluster {
+    /// An empty cluster.
+    pub(crate) fn new(kv_events: bool, deadlines: Deadlines, metrics: Arc<CoreMetrics>) -> Self {
+        Self {
+            view: ArcSwap::default(),
+            index: Arc::default(),
+            metrics,
+            changed: Arc::default(),
+            synced: AtomicBool::new(false),
+            kv_events,
+            deadlines,
+            router_id: format!("{:016x}", rand::random::<u64>()).into(),
+        }
+    }
+
+    /// Whether discovery has delivered a view.
+    pub(crate) fn synced(&self) -> bool {
+        self.synced.load(Ordering::Acquire)
+    }
+}
+
+/// A snapshot of what can be routed.
+#[derive(Default)]
+pub(crate) struct ClusterView {
+    /// By instance id.
+    pub(crate) workers: HashMap<WorkerId, Arc<Life>>,
+    /// By name.
+    pub(crate) models: HashMap<String, ModelView>,
+    /// Workers with a loaded model, for the decision.
+    pub(crate) set: WorkerSet,
+    /// Workers that cannot be reached now.
+    pub(crate) down: Vec<WorkerId>,
+}
+
+/// A model with workers.
+pub(crate) struct ModelView {
+    /// What the frontend sees.
+    pub(crate) served: Arc<ServedModel>,
+    /// What prompts are cut by.
+    pub(crate) block_size: BlockSize,
+}
+
+/// Keeps the cluster's view until `shutdown`.
+pub(crate) async fn run(
+    cluster: Arc<Cluster>,
+    mut discovery: watch::Receiver<Option<View>>,
+    shutdown: CancellationToken,
+) {
+    let mut workers =
+        Workers { cluster, lives: BTreeMap::new(), models: Models::default(), seen: 0, created: HashMap::new() };
+    let mut discovering = true;
+    loop {
+        let retry = workers.models.retry_at();
+        tokio::select! {
+            () = shutdown.cancelled() => break,
+            changed = discovery.changed(), if discovering => {
+                let view = discovery.borrow_and_update().clone();
+                if let Some(view) = view {
+                    workers.reconcile(&view);
+                }
+                // Discovery ends only with the process; what is known stays.
+                discovering = changed.is_ok();
+            }
+            () = workers.cluster.changed.notified() => {}
+            () = workers.models.loaded() => {}
+            () = sleep_until(retry.unwrap_or_else(Instant::now)), if retry.is_some() => {}
+        }
+        workers.models.load_missing(workers.lives.values());
+        workers.publish();
+    }
+    workers.lives.values().for_each(|life| life.retire());
+}
+
+struct Workers {
+    cluster: Arc<Cluster>,
+    lives: BTreeMap<Identity, Arc<Life>>,
+    models: Models,
+    /// Lives started so far.
+    seen: u64,
+    /// When each model name was first served.
+    created: HashMap<String, u64>,
+}
+
+impl Workers {
+    /// Makes the lives those of `view`.
+    fn reconcile(&mut self, view: &View) {
+        let specs: BTreeMap<&Identity, &Arc<WorkerSpec>> = view.iter().map(|spec| (&spec.identity, spec)).collect();
+        let gone: Vec<Identity> = self
+            .lives
+            .iter()
+            .filter(|(identity, life)| specs.get(identity).is_none_or(|spec| !life.same_addresses(spec)))
+            .map(|(identity, _)| identity.clone())
+            .collect();
+        for identity in gone {
+            if let Some(life) = self.lives.remove(&identity) {
+                tracing::info!(worker = %life.spec().name, "worker left");
+                self.end(&life);
+            }
+        }
+        for (identity, spec) in specs {
+            match self.lives.get(identity) {
+                Some(life) => life.update(spec),
+                None => {
+                    tracing::info!(worker = %spec.name, address = %spec.address, model = %spec.card.display_name, "worker found");
+                    self.seen += 1;
+                    self.lives.insert(identity.clone(), self.start(spec.clone()));
+                }
+            }
+        }
+        self.cluster.synced.store(true, Ordering::Release);
+    }
+
+    fn start(&self, spec: Arc<WorkerSpec>) -> Arc<Life> {
+        let Cluster { router_id, deadlines, changed, .. } = &*self.cluster;
+        let life = Life::start(spec, self.seen, router_id.clone(), deadlines.connect, changed.clone());
+        if self.cluster.kv_events {
+            life.follow_events(&self.cluster.index, &self.cluster.metrics);
+        }
+        life
+    }
+
+    /// Retires a life, and drops what it held. Its feed adds nothing after it has been retired.
+    fn end(&self, life: &Life) {
+        life.retire();
+        let mut index = self.cluster.index.write();
+        index.remove_worker(life.worker_id());
+        self.cluster.metrics.index_blocks.set(index.len() as i64);
+    }
+
+    /// Publishes a view of the present state.
+    fn publish(&mut self) {
+        let mut models = HashMap::new();
+        let mut routable = Vec::new();
+        let mut mismatched = 0;
+        for (name, key) in self.served_variants() {
+            let Some(model) = self.models.get(&key) else { continue };
+            let mut lives: Vec<&Arc<Life>> = self
+                .lives
+                .values()
+                .filter(|life| life.spec().card.display_name == name && *life.model_key() == key)
+                .collect();
+            lives.sort_by_key(|life| life.order());
+            // The oldest life decides the block size, so that a newcomer cannot void the events of all the others.
+            let Some((oldest, newest)) = lives.first().zip(lives.last()) else { continue };
+            let block_size = oldest.block_size();
+            for life in &lives {
+                if block_size.is_none_or(|size| life.block_size() != Some(size)) {
+                    self.ignore_events(life, block_size);
+                }
+                mismatched += i64::from(life.events_unusable());
+                routable.extend(life.routing_workers());
+            }
+            let created_s = *self.created.entry(name.clone()).or_insert_with(now_s);
+            let served = Arc::new(ServedModel { card: newest.spec().card.clone(), model: model.clone(), created_s });
+            models.insert(name, ModelView { served, block_size: block_size.unwrap_or(DEFAULT_BLOCK_SIZE) });
+        }
+        let down: Vec<WorkerId> =
+            self.lives.values().filter(|life| life.client.is_down()).map(|life| life.worker_id()).collect();
+        let set: WorkerSet = routable.into_iter().collect();
+        let open = set.iter().filter(|worker| !worker.draining && !down.contains(&worker.rank.worker)).count();
+        let metrics = &self.cluster.metrics;
+        metrics.workers_known.set(self.lives.len() as i64);
+        metrics.workers_routable.set(open as i64);
+        metrics.workers_event_mismatch.set(mismatched);
+        let workers = self.lives.values().map(|life| (life.worker_id(), life.clone())).collect();
+        self.cluster.view.store(Arc::new(ClusterView { workers, models, set, down }));
+    }
+
+    /// Of each model name, the variant (set of files) that most workers serve. Prompts are tokenized by one variant, so workers
+    /// of another one, as in the middle of a rollout, must not get them.
+    fn served_variants(&self) -> BTreeMap<String, ModelKey> {
+        let mut counts: BTreeMap<(String, ModelKey), (usize, u64)> = BTreeMap::new();
+        for life in self.lives.values() {
+            let spec = life.spec();
+            if self.models.get(life.model_key()).is_some() {
+                let count = counts.entry((spec.card.display_name.clone(), life.model_key().clone())).or_default();
+                *count = (count.0 + usize::from(!life.is_draining()), count.1.max(life.order()));
+            }
+        }
+        let mut best: BTreeMap<String, (ModelKey, (usize, u64))> = BTreeMap::new();
+        for ((name, key), count) in counts {
+            match best.get(&name) {
+                Some((_, other)) if *other >= count => {}
+                _ => {
+                    best.insert(name, (key, count));
+                }
+            }
+        }
+        best.into_iter().map(|(name, (key, _))| (name, key)).collect()
+    }
+
+    fn ignore_events(&self, life: &Life, served: Option<BlockSize>) {
+        if !life.stop_events() {
+            return;
+        }
+        let (own, served) = (life.block_size().map(BlockSize::get), served.map(BlockSize::get));
+        tracing::warn!(worker = %life.spec().name, ?own, ?served, "the worker's block size differs from its model's: its KV events are ignored");
+        self.cluster.index.write().remove_worker(life.worker_id());
+    }
+}
+
+fn now_s() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs())
+}

@@ -1,0 +1,12 @@
+//! The router's core against workers that speak the real protocols: TCP request plane, ZeroMQ events, file discovery.
+//!
+//! The workers (`core/worker.rs`) keep a real local indexer; what a test may bend is what happens to messages on their way.
+
+#[path = "core/events.rs"]
+mod events;
+#[path = "core/harness.rs"]
+mod harness;
+#[path = "core/requests.rs"]
+mod requests;
+#[path = "core/worker.rs"]
+mod worker;

@@ -1,0 +1,178 @@
+//! Requests: where they go, and what happens when their worker fails.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use futures::StreamExt;
+use protocol::request_plane::ErrorCode;
+use router::backend::DispatchError;
+use router::config::Deadlines;
+use routing::Mode;
+
+use crate::harness::*;
+use crate::worker::{Behaviour, Life};
+
+#[tokio::test]
+async fn an_empty_cluster_says_so() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let refused = cluster.generate(&prompt(1, 1)).await.err();
+    assert_eq!(refused, Some(DispatchError::NoWorker { model: MODEL.into() }));
+}
+
+#[tokio::test]
+async fn the_second_turn_goes_to_the_worker_of_the_first() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let workers = [cluster.worker("a").await, cluster.worker("b").await, cluster.worker("c").await];
+    for seed in 0..9 {
+        let (first, second) = (prompt(seed, 4), prompt(seed, 7));
+        let routed = cluster.generate(&first).await.expect("routed");
+        let home = workers.iter().find(|w| w.life.instance_id == routed.worker_id).expect("one of them");
+        drain(routed).await.1.expect("it ends well");
+        home.store(&first);
+        cluster.until_equal(home).await;
+        let routed = cluster.generate(&second).await.expect("routed");
+        assert_eq!((routed.worker_id, routed.overlap_blocks), (home.life.instance_id, 4));
+        drain(routed).await.1.expect("it ends well");
+    }
+}
+
+#[tokio::test]
+async fn requests_that_come_together_are_spread() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let workers = [cluster.worker("a").await, cluster.worker("b").await];
+    let mut open = Vec::new();
+    for worker in &workers {
+        worker.behave(Behaviour::Stall);
+    }
+    for seed in 0..4 {
+        open.push(cluster.generate(&prompt(seed, 4)).await.expect("routed"));
+    }
+    assert_eq!(workers.map(|worker| worker.prompts().len()), [2, 2]);
+    assert_eq!(cluster.metric("armature_router_requests_in_flight"), 4.0);
+    drop(open);
+    assert_eq!(cluster.metric("armature_router_requests_in_flight"), 0.0);
+}
+
+#[tokio::test]
+async fn a_pin_is_kept_and_an_unknown_one_refused() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let (cold, warm) = (cluster.worker("cold").await, cluster.worker("warm").await);
+    warm.store(&prompt(1, 4));
+    cluster.until_equal(&warm).await;
+    let routed = cluster.generate_pinned(&prompt(1, 4), cold.life.instance_id).await.expect("routed");
+    assert_eq!((routed.worker_id, routed.worker_name.as_str()), (cold.life.instance_id, "cold"));
+    assert_eq!(cluster.generate_pinned(&prompt(1, 4), 12345).await.err(), Some(DispatchError::UnknownWorker(12345)));
+}
+
+#[tokio::test]
+async fn a_worker_that_dies_before_the_first_token_is_replaced() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let (bad, good) = (cluster.worker("bad").await, cluster.worker("good").await);
+    bad.store(&prompt(1, 4));
+    cluster.until_equal(&bad).await;
+    bad.behave(Behaviour::DieAtOnce);
+    let routed = cluster.generate(&prompt(1, 4)).await.expect("routed");
+    assert_eq!(routed.worker_id, good.life.instance_id);
+    assert_eq!(bad.prompts().len(), 1, "it was tried first, for its cache");
+    assert_eq!(drain(routed).await, (vec![1, 2, 3], Ok(())));
+}
+
+#[tokio::test]
+async fn a_dead_worker_that_is_still_registered_gets_nothing() {
+    let cluster = Cluster::start(Mode::RoundRobin).await;
+    let (dead, alive) = (cluster.worker("dead").await, cluster.worker("alive").await);
+    dead.kill();
+    for seed in 0..6 {
+        let routed = cluster.generate(&prompt(seed, 2)).await.expect("routed");
+        assert_eq!(routed.worker_id, alive.life.instance_id);
+        drain(routed).await.1.expect("it ends well");
+    }
+}
+
+#[tokio::test]
+async fn refusals_that_another_worker_may_not_share_are_retried() {
+    for code in [ErrorCode::Overloaded, ErrorCode::Draining, ErrorCode::WrongWorker] {
+        let cluster = Cluster::start(Mode::Kv).await;
+        let (full, free) = (cluster.worker("full").await, cluster.worker("free").await);
+        full.store(&prompt(1, 4));
+        cluster.until_equal(&full).await;
+        full.behave(Behaviour::Refuse(code));
+        let routed = cluster.generate(&prompt(1, 4)).await.expect("routed");
+        assert_eq!(routed.worker_id, free.life.instance_id, "{code:?}");
+    }
+}
+
+#[tokio::test]
+async fn final_refusals_are_told_as_they_are() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let workers = [cluster.worker("a").await, cluster.worker("b").await];
+    let all = |behaviour| workers.iter().for_each(|worker| worker.behave(behaviour));
+    all(Behaviour::Refuse(ErrorCode::Overloaded));
+    assert_eq!(cluster.generate(&prompt(1, 1)).await.err(), Some(DispatchError::Overloaded("not now".into())));
+    let tried = workers.iter().map(|worker| worker.prompts().len()).sum::<usize>();
+    all(Behaviour::Refuse(ErrorCode::InvalidRequest));
+    assert_eq!(cluster.generate(&prompt(1, 1)).await.err(), Some(DispatchError::Invalid("not now".into())));
+    assert_eq!(workers.iter().map(|worker| worker.prompts().len()).sum::<usize>(), tried + 1, "no second try");
+}
+
+#[tokio::test]
+async fn a_worker_lost_while_generating_ends_the_stream_with_its_stage() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let worker = cluster.worker("w").await;
+    worker.behave(Behaviour::DieAfterFirst);
+    let (tokens, end) = drain(cluster.generate(&prompt(1, 2)).await.expect("routed")).await;
+    assert_eq!(tokens, [1]);
+    assert!(matches!(end, Err(DispatchError::Worker { stage: "generating", .. })), "{end:?}");
+    cluster.until("it is reconnected", || cluster.metric("armature_router_workers_routable") == 1.0).await;
+}
+
+#[tokio::test]
+async fn silence_in_the_middle_has_a_deadline() {
+    let deadlines = Deadlines { token: Duration::from_millis(300), ..Deadlines::default() };
+    let cluster = Cluster::with_deadlines(Mode::Kv, deadlines).await;
+    let worker = cluster.worker("w").await;
+    worker.behave(Behaviour::Stall);
+    let (tokens, end) = drain(cluster.generate(&prompt(1, 2)).await.expect("routed")).await;
+    assert_eq!(tokens, [1]);
+    assert_eq!(end, Err(DispatchError::Deadline { stage: "generating", seconds: 0 }));
+    cluster.until("the worker is told", || worker.cancelled.load(Ordering::SeqCst) == 1).await;
+}
+
+#[tokio::test]
+async fn a_dropped_stream_is_cancelled_at_the_worker() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let worker = cluster.worker("w").await;
+    worker.behave(Behaviour::Stall);
+    let mut routed = cluster.generate(&prompt(1, 2)).await.expect("routed");
+    routed.stream.next().await.expect("a token").expect("no error");
+    drop(routed);
+    cluster.until("the worker is told", || worker.cancelled.load(Ordering::SeqCst) == 1).await;
+    assert_eq!(cluster.metric("armature_router_requests_in_flight"), 0.0);
+}
+
+#[tokio::test]
+async fn an_address_that_belongs_to_another_worker_now_gets_nothing() {
+    let cluster = Cluster::start(Mode::RoundRobin).await;
+    let (stale, good) = (cluster.worker("stale").await, cluster.worker("good").await);
+    // The connection breaks, and whoever answers at the address now is somebody else.
+    stale.greet_as(Life::new("somebody else"));
+    stale.behave(Behaviour::DieAtOnce);
+    for seed in 0..4 {
+        let routed = cluster.generate(&prompt(seed, 2)).await.expect("routed");
+        assert_eq!(routed.worker_id, good.life.instance_id);
+    }
+    assert!(stale.prompts().len() <= 1);
+    cluster.until("it is not routable", || cluster.metric("armature_router_workers_routable") == 1.0).await;
+}
+
+#[tokio::test]
+async fn open_streams_survive_their_workers_departure_from_discovery() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let worker = cluster.worker("w").await;
+    worker.behave(Behaviour::Stall);
+    let mut routed = cluster.generate(&prompt(1, 2)).await.expect("routed");
+    routed.stream.next().await.expect("a token").expect("no error");
+    worker.unregister(cluster.directory.path());
+    cluster.until("it is gone", || cluster.metric("armature_router_workers_known") == 0.0).await;
+    assert!(futures::poll!(routed.stream.next()).is_pending(), "still open");
+}

@@ -1,0 +1,472 @@
+//! A worker that speaks the real protocols and computes nothing: it answers each prompt with a few tokens, and holds the
+//! blocks that it was told to hold.
+
+use std::collections::{HashMap, VecDeque};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, SystemTime};
+
+use bytes::{Bytes, BytesMut};
+use kv_hashing::{BlockHash, BlockSize, HashSpace, sequence_hashes};
+use kv_index::local::{Answer, LocalIndexer, RingLimits};
+use kv_index::{EngineHash, KvEvent, KvEventData, StoredBlock, Tier};
+use parking_lot::Mutex;
+use protocol::event_plane::{self, ActiveLoad, Envelope, KV_EVENTS, KV_METRICS};
+use protocol::kv_event as wire;
+use protocol::metadata::{self, REQUEST_CODEC, artifact, artifact_digest, entry_key};
+use protocol::request_plane::{
+    ArtifactChunk, ClientFrame, Draining, ErrorCode, Failed, FinishReason, Finished, KvAnswer, Output, Pong,
+    ServerFrame, Welcome, client_frame, decode_frame, encode_frame, kv_answer::Kind, server_frame::Body,
+};
+use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio_util::sync::{CancellationToken, DropGuard};
+use xxhash_rust::xxh3::xxh3_64;
+use zeromq::{PubSocket, Socket, SocketSend};
+
+use crate::harness::{BLOCK, MODEL};
+
+/// Who a worker is.
+#[derive(Clone, Debug)]
+pub struct Life {
+    pub name: String,
+    pub instance_id: u64,
+    pub boot_epoch: String,
+}
+
+impl Life {
+    pub fn new(name: &str) -> Self {
+        Self { name: name.into(), instance_id: metadata::instance_id(name), boot_epoch: format!("{name}-1") }
+    }
+}
+
+/// How requests are answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Behaviour {
+    /// Three tokens and the end.
+    Answer,
+    /// A refusal.
+    Refuse(ErrorCode),
+    /// One token, then the connection is closed.
+    DieAfterFirst,
+    /// The connection is closed instead of an answer.
+    DieAtOnce,
+    /// One token, then nothing.
+    Stall,
+}
+
+/// What happens to an event message on its way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fate {
+    Deliver,
+    Lose,
+    Twice,
+    /// After the next one.
+    Late,
+}
+
+struct State {
+    indexer: LocalIndexer,
+    /// Prefixes held, by the sequence hash of their last block.
+    prefixes: HashMap<u64, Vec<u32>>,
+    behaviour: Behaviour,
+    fates: VecDeque<Fate>,
+    late: Vec<Arc<KvEvent>>,
+    prompts: Vec<Vec<u32>>,
+    greet_as: Option<Life>,
+}
+
+pub struct Worker {
+    pub life: Life,
+    pub address: String,
+    events: String,
+    state: Arc<Mutex<State>>,
+    publish: mpsc::UnboundedSender<Vec<Arc<KvEvent>>>,
+    /// Requests that the router cancelled.
+    pub cancelled: Arc<AtomicUsize>,
+    stop: CancellationToken,
+    _stop_on_drop: DropGuard,
+}
+
+impl Worker {
+    pub async fn start(life: Life) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        Self::start_at(life, listener).await
+    }
+
+    pub async fn start_at(life: Life, listener: TcpListener) -> Self {
+        let address = listener.local_addr().expect("bound").to_string();
+        let mut socket = PubSocket::new();
+        let events = socket.bind("tcp://127.0.0.1:0").await.expect("a free port").to_string();
+        let state = Arc::new(Mutex::new(State {
+            indexer: LocalIndexer::new(0, RingLimits { events: 64, blocks: 1024 }),
+            prefixes: HashMap::new(),
+            behaviour: Behaviour::Answer,
+            fates: VecDeque::new(),
+            late: Vec::new(),
+            prompts: Vec::new(),
+            greet_as: None,
+        }));
+        let stop = CancellationToken::new();
+        let cancelled = Arc::<AtomicUsize>::default();
+        let (publish, batches) = mpsc::unbounded_channel();
+        tokio::spawn(stop.clone().run_until_cancelled_owned(publisher(socket, life.clone(), state.clone(), batches)));
+        let served = (life.clone(), state.clone(), cancelled.clone(), stop.clone());
+        tokio::spawn(stop.clone().run_until_cancelled_owned(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                let (life, state, cancelled, stop) = served.clone();
+                tokio::spawn(stop.run_until_cancelled_owned(async move {
+                    // A connection that breaks is the router's business.
+                    let _ = Connection { stream, life, state, cancelled, out: BytesMut::new() }.serve().await;
+                }));
+            }
+        }));
+        let _stop_on_drop = stop.clone().drop_guard();
+        Self { life, address, events, state, publish, cancelled, stop, _stop_on_drop }
+    }
+
+    /// Stops at once; the registration stays, as after a crash.
+    pub fn kill(&self) {
+        self.stop.cancel();
+    }
+
+    /// Writes the file that discovery reads, and keeps it fresh.
+    pub fn register(&self, directory: &Path) {
+        let path = self.path(directory);
+        write(&path, &json!({"name": self.life.name, "metadata": self.metadata()}));
+        tokio::spawn(self.stop.clone().run_until_cancelled_owned(async move {
+            let mut ticks = tokio::time::interval(Duration::from_millis(500));
+            loop {
+                ticks.tick().await;
+                let Ok(file) = std::fs::File::options().append(true).open(&path) else { return };
+                file.set_modified(SystemTime::now()).expect("the file can be touched");
+            }
+        }));
+    }
+
+    pub fn unregister(&self, directory: &Path) {
+        std::fs::remove_file(self.path(directory)).expect("it was registered");
+    }
+
+    fn path(&self, directory: &Path) -> PathBuf {
+        directory.join(format!("{}.json", self.life.name))
+    }
+
+    fn metadata(&self) -> serde_json::Value {
+        let id = self.life.instance_id;
+        let entry = |endpoint: &str, key: &str, value: serde_json::Value| {
+            let mut entry =
+                json!({"namespace": "default", "component": "backend", "endpoint": endpoint, "instance_id": id});
+            entry[key] = value;
+            entry
+        };
+        let mut endpoint = entry("generate", "transport", json!({"tcp": self.address}));
+        endpoint["request_plane_codec"] = json!(REQUEST_CODEC);
+        let artifacts = json!({artifact::TOKENIZER: artifact_digest(xxh3_64(&tokenizer_json()))});
+        let card = json!({
+            "display_name": MODEL, "context_length": 1000, "kv_cache_block_size": BLOCK,
+            "armature": {"boot_epoch": self.life.boot_epoch, "artifacts": artifacts, "eos_token_ids": [0]},
+        });
+        let channel = entry("events", "transport", json!({"zmq": self.events}));
+        let key = |endpoint| entry_key("default", "backend", endpoint, id);
+        json!({
+            "endpoints": {(key("generate")): endpoint},
+            "model_cards": {(key("generate")): entry("generate", "card_json", card)},
+            "event_channels": {(key("events")): channel},
+        })
+    }
+
+    pub fn behave(&self, behaviour: Behaviour) {
+        self.state.lock().behaviour = behaviour;
+    }
+
+    /// From now on answers as if another worker had taken over the address.
+    pub fn greet_as(&self, other: Life) {
+        self.state.lock().greet_as = Some(other);
+    }
+
+    /// What happens to the next event messages.
+    pub fn fates(&self, fates: impl IntoIterator<Item = Fate>) {
+        self.state.lock().fates.extend(fates);
+    }
+
+    /// Prompts received, in order.
+    pub fn prompts(&self) -> Vec<Vec<u32>> {
+        self.state.lock().prompts.clone()
+    }
+
+    /// Holds the blocks of `tokens` that it does not hold yet, and says so.
+    pub fn store(&self, tokens: &[u32]) {
+        store(&mut self.state.lock(), &self.publish, tokens);
+    }
+
+    /// Drops the last block of `tokens`, and says so.
+    pub fn evict(&self, tokens: &[u32]) {
+        let mut state = self.state.lock();
+        let engine = hashes(tokens).last().expect("a full block").engine;
+        state.prefixes.remove(&engine.0);
+        let events = state.indexer.apply(Tier::Device, KvEventData::Removed { blocks: vec![engine] });
+        self.publish.send(events).expect("the publisher runs");
+    }
+
+    /// The engine inside starts anew: nothing held, events from 0, the same process.
+    pub fn restart_engine(&self) {
+        let mut state = self.state.lock();
+        state.indexer = LocalIndexer::new(0, RingLimits { events: 64, blocks: 1024 });
+        state.prefixes.clear();
+    }
+
+    /// Every prefix it holds, as tokens.
+    pub fn held_prefixes(&self) -> Vec<Vec<u32>> {
+        self.state.lock().prefixes.values().cloned().collect()
+    }
+}
+
+fn write(path: &Path, value: &serde_json::Value) {
+    let temporary = path.with_extension("tmp");
+    std::fs::write(&temporary, value.to_string()).expect("a writable directory");
+    std::fs::rename(temporary, path).expect("the same directory");
+}
+
+fn hashes(tokens: &[u32]) -> Vec<StoredBlock> {
+    let size = BlockSize::new(BLOCK).expect("not zero");
+    let locals: Vec<BlockHash> = HashSpace::default().blocks(tokens, size);
+    let sequence = sequence_hashes(&locals);
+    locals.iter().zip(sequence).map(|(local, hash)| StoredBlock { engine: EngineHash(hash.0), local: *local }).collect()
+}
+
+fn store(state: &mut State, publish: &mpsc::UnboundedSender<Vec<Arc<KvEvent>>>, tokens: &[u32]) {
+    let blocks = hashes(tokens);
+    let held = blocks.iter().take_while(|block| state.prefixes.contains_key(&block.engine.0)).count();
+    if held == blocks.len() {
+        return;
+    }
+    for (at, block) in blocks.iter().enumerate().skip(held) {
+        state.prefixes.insert(block.engine.0, tokens[..(at + 1) * BLOCK as usize].to_vec());
+    }
+    let parent = held.checked_sub(1).map(|last| blocks[last].engine);
+    let events = state.indexer.apply(Tier::Device, KvEventData::Stored { parent, blocks: blocks[held..].to_vec() });
+    publish.send(events).expect("the publisher runs");
+}
+
+async fn publisher(
+    mut socket: PubSocket,
+    life: Life,
+    state: Arc<Mutex<State>>,
+    mut batches: mpsc::UnboundedReceiver<Vec<Arc<KvEvent>>>,
+) {
+    let mut heartbeat = tokio::time::interval(Duration::from_millis(200));
+    let mut sequence = 0;
+    loop {
+        tokio::select! {
+            batch = batches.recv() => {
+                let Some(batch) = batch else { return };
+                for event in batch {
+                    let messages = fated(&mut state.lock(), event);
+                    for message in messages {
+                        let payload = event_plane::encode_events(&[router_event(life.instance_id, &message)]);
+                        sequence += 1;
+                        send(&mut socket, &life, KV_EVENTS, sequence, payload).await;
+                    }
+                }
+            }
+            _ = heartbeat.tick() => {
+                let last_event_id = state.lock().indexer.last_id();
+                let load = ActiveLoad { worker_id: life.instance_id, last_event_id, ..ActiveLoad::default() };
+                send(&mut socket, &life, KV_METRICS, 0, event_plane::encode_load(&load)).await;
+            }
+        }
+    }
+}
+
+/// What really goes out for one event.
+fn fated(state: &mut State, event: Arc<KvEvent>) -> Vec<Arc<KvEvent>> {
+    let mut out = match state.fates.pop_front().unwrap_or(Fate::Deliver) {
+        Fate::Deliver => vec![event],
+        Fate::Lose => Vec::new(),
+        Fate::Twice => vec![event.clone(), event],
+        Fate::Late => {
+            state.late.push(event);
+            return Vec::new();
+        }
+    };
+    out.append(&mut state.late);
+    out
+}
+
+async fn send(socket: &mut PubSocket, life: &Life, topic: &str, sequence: u64, payload: Vec<u8>) {
+    let publisher_id = life.instance_id;
+    let envelope = Envelope { publisher_id, sequence, published_at: 0, topic: topic.into(), payload };
+    let parts = [
+        Bytes::copy_from_slice(topic.as_bytes()),
+        Bytes::copy_from_slice(&publisher_id.to_be_bytes()),
+        Bytes::copy_from_slice(&sequence.to_be_bytes()),
+        event_plane::encode_envelope(&envelope).into(),
+    ];
+    let message = VecDeque::from(parts).try_into().expect("not empty");
+    socket.send(message).await.expect("a bound socket");
+}
+
+fn router_event(worker_id: u64, event: &KvEvent) -> wire::RouterEvent {
+    let data = match &event.data {
+        KvEventData::Stored { parent, blocks } => wire::KvCacheEventData::Stored(wire::Stored {
+            parent_hash: parent.map(|p| p.0),
+            start_position: None,
+            blocks: blocks
+                .iter()
+                .map(|b| wire::StoredBlock { block_hash: b.engine.0, tokens_hash: b.local.0 })
+                .collect(),
+        }),
+        KvEventData::Removed { blocks } => {
+            wire::KvCacheEventData::Removed(wire::Removed { block_hashes: blocks.iter().map(|b| b.0).collect() })
+        }
+        KvEventData::Cleared => wire::KvCacheEventData::Cleared,
+    };
+    let event = wire::KvCacheEvent { event_id: event.id, data, dp_rank: event.dp_rank };
+    let residency_domain = Some("worker".into());
+    wire::RouterEvent { worker_id, storage_tier: wire::StorageTier::Device, residency_domain, event }
+}
+
+/// One router's connection.
+struct Connection {
+    stream: TcpStream,
+    life: Life,
+    state: Arc<Mutex<State>>,
+    cancelled: Arc<AtomicUsize>,
+    out: BytesMut,
+}
+
+impl Connection {
+    async fn serve(mut self) -> std::io::Result<()> {
+        let mut buffer = BytesMut::new();
+        loop {
+            while let Some(frame) = decode_frame::<ClientFrame>(&mut buffer).expect("the router sends valid frames") {
+                let goes_on = self.handle(frame);
+                self.stream.write_all_buf(&mut self.out).await?;
+                if !goes_on {
+                    return Ok(());
+                }
+            }
+            if self.stream.read_buf(&mut buffer).await? == 0 {
+                return Ok(());
+            }
+        }
+    }
+
+    fn put(&mut self, stream_id: u64, body: Body) {
+        encode_frame(&ServerFrame { stream_id, body: Some(body) }, &mut self.out);
+    }
+
+    fn fail(&mut self, stream_id: u64, code: ErrorCode, message: &str) {
+        self.put(stream_id, Body::Failed(Failed { code: code.into(), message: message.into() }));
+    }
+
+    /// False when the connection ends here.
+    fn handle(&mut self, frame: ClientFrame) -> bool {
+        let id = frame.stream_id;
+        match frame.body.expect("a body") {
+            client_frame::Body::Hello(hello) => {
+                let life = self.state.lock().greet_as.clone().unwrap_or_else(|| self.life.clone());
+                if (hello.instance_id, &hello.boot_epoch) != (life.instance_id, &life.boot_epoch) {
+                    self.fail(0, ErrorCode::WrongWorker, "I am somebody else");
+                    return false;
+                }
+                let (instance_id, boot_epoch) = (life.instance_id, life.boot_epoch);
+                self.put(0, Body::Welcome(Welcome { instance_id, boot_epoch, initial_credit: 4 }));
+            }
+            client_frame::Body::Ping(ping) => self.put(0, Body::Pong(Pong { nonce: ping.nonce })),
+            client_frame::Body::Cancel(_) => {
+                self.cancelled.fetch_add(1, Ordering::SeqCst);
+            }
+            client_frame::Body::Credit(_) => {}
+            client_frame::Body::ArtifactGet(get) => match get.name.as_str() {
+                artifact::TOKENIZER => {
+                    let data: Bytes = tokenizer_json().into();
+                    let (head, tail) = (data.slice(..data.len() / 2), data.slice(data.len() / 2..));
+                    self.put(id, Body::ArtifactChunk(ArtifactChunk { data: head, end: false }));
+                    self.put(id, Body::ArtifactChunk(ArtifactChunk { data: tail, end: true }));
+                }
+                _ => self.fail(id, ErrorCode::NotFound, "no such file"),
+            },
+            client_frame::Body::KvQuery(query) => self.answer_query(id, query.start, query.end),
+            client_frame::Body::Generate(generate) => return self.generate(id, generate.token_ids),
+        }
+        true
+    }
+
+    fn answer_query(&mut self, id: u64, start: Option<u64>, end: Option<u64>) {
+        let answer = {
+            let state = self.state.lock();
+            match start {
+                Some(start) => state.indexer.range(start, end),
+                None => Answer::Dump(state.indexer.dump()),
+            }
+        };
+        let (kind, events, last_event_id) = match answer {
+            Answer::Events { events, last_id } => (Kind::Events, events, last_id),
+            Answer::Dump(snapshot) => {
+                let last_id = snapshot.last_id();
+                (Kind::Dump, snapshot.into_events().into_iter().map(Arc::new).collect(), last_id)
+            }
+        };
+        let events: Vec<_> = events.iter().map(|event| router_event(self.life.instance_id, event)).collect();
+        let events = event_plane::encode_events(&events).into();
+        self.put(id, Body::KvAnswer(KvAnswer { kind: kind.into(), events, last_event_id, end: true }));
+    }
+
+    fn generate(&mut self, id: u64, tokens: Vec<u32>) -> bool {
+        let behaviour = {
+            let mut state = self.state.lock();
+            state.prompts.push(tokens.clone());
+            state.behaviour
+        };
+        let output = |token, first| Body::Output(Output { token_ids: vec![token], first, ..Output::default() });
+        match behaviour {
+            Behaviour::DieAtOnce => return false,
+            Behaviour::Refuse(code) => {
+                if code == ErrorCode::Draining {
+                    self.put(0, Body::Draining(Draining {}));
+                }
+                self.fail(id, code, "not now");
+            }
+            Behaviour::DieAfterFirst => {
+                self.put(id, output(1, true));
+                return false;
+            }
+            Behaviour::Stall => self.put(id, output(1, true)),
+            Behaviour::Answer => {
+                for token in 1..=3 {
+                    self.put(id, output(token, token == 1));
+                }
+                let reason = FinishReason::Length.into();
+                self.put(id, Body::Finished(Finished { reason, completion_tokens: 3, ..Finished::default() }));
+            }
+        }
+        true
+    }
+}
+
+/// A byte-level tokenizer without merges: token `b` is the byte `b`.
+fn tokenizer_json() -> Vec<u8> {
+    let printable = |b: u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+    let mut others = 0x100..;
+    let mut character = |byte: u8| {
+        if printable(byte) { byte as char } else { char::from_u32(others.next().expect("endless")).expect("valid") }
+    };
+    let vocab: serde_json::Map<String, serde_json::Value> =
+        (0..=255).map(|byte| (character(byte).to_string(), byte.into())).collect();
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let model = json!({
+        "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null, "end_of_word_suffix": null,
+        "fuse_unk": false, "byte_fallback": false, "ignore_merges": false, "vocab": vocab, "merges": [],
+    });
+    json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "added_tokens": [],
+        "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level, "model": model,
+    })
+    .to_string()
+    .into_bytes()
+}

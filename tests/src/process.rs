@@ -1,0 +1,113 @@
+//! The product's binary as a process of a test.
+
+use std::path::PathBuf;
+use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader, Lines};
+use tokio::process::{Child, ChildStdout, Command};
+
+/// `$ARMATURE_BIN`, or the binary that was built beside this test.
+pub fn binary() -> PathBuf {
+    if let Some(path) = std::env::var_os("ARMATURE_BIN") {
+        return path.into();
+    }
+    let test = std::env::current_exe().expect("a test has a path");
+    let path = test.ancestors().nth(2).expect("target/PROFILE/deps/test").join("armature");
+    assert!(path.exists(), "{} is missing: run `cargo xtask test --stage integration`", path.display());
+    path
+}
+
+/// The GGUF file that tests serve: `$ARMATURE_MODEL`, which `cargo xtask test` sets.
+pub fn model() -> PathBuf {
+    std::env::var_os("ARMATURE_MODEL").expect("ARMATURE_MODEL is not set: run `cargo xtask test`").into()
+}
+
+/// A running `armature`; killed when dropped.
+pub struct Armature {
+    child: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+}
+
+/// How a process ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// Its status.
+    pub status: ExitStatus,
+    /// All of its standard error.
+    pub stderr: String,
+}
+
+impl Armature {
+    /// Starts it with these arguments.
+    pub fn start(arguments: &[&str]) -> anyhow::Result<Self> {
+        let mut command = Command::new(binary());
+        command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+        let mut child = command.spawn().context("cannot start armature")?;
+        let stdout = child.stdout.take().context("piped")?;
+        Ok(Self { child, lines: BufReader::new(stdout).lines() })
+    }
+
+    /// The next line of its standard output that begins so.
+    pub async fn line(&mut self, start: &str, limit: Duration) -> anyhow::Result<String> {
+        let found = tokio::time::timeout(limit, async {
+            while let Some(line) = self.lines.next_line().await? {
+                if line.starts_with(start) {
+                    return Ok(line);
+                }
+            }
+            bail!("armature ended without a line {start:?}: {}", self.stderr().await)
+        });
+        found.await.with_context(|| format!("no line {start:?} within {} s", limit.as_secs()))?
+    }
+
+    async fn stderr(&mut self) -> String {
+        let mut text = String::new();
+        if let Some(mut stderr) = self.child.stderr.take() {
+            let _ = stderr.read_to_string(&mut text).await;
+        }
+        text
+    }
+
+    /// Process ids of its children.
+    pub fn children(&self) -> anyhow::Result<Vec<u32>> {
+        let pid = self.child.id().context("it has ended")?;
+        children_of(pid)
+    }
+
+    /// Sends a signal to it alone.
+    pub fn signal(&self, signal: Signal) -> anyhow::Result<()> {
+        signal_process(self.child.id().context("it has ended")?, signal)
+    }
+
+    /// Waits for its end.
+    pub async fn ended(mut self, limit: Duration) -> anyhow::Result<Ended> {
+        let status = tokio::time::timeout(limit, self.child.wait()).await;
+        let status = status.with_context(|| format!("still running after {} s", limit.as_secs()))??;
+        Ok(Ended { status, stderr: self.stderr().await })
+    }
+}
+
+/// Sends a signal to any process.
+pub fn signal_process(pid: u32, signal: Signal) -> anyhow::Result<()> {
+    let pid = Pid::from_raw(pid.cast_signed()).context("no process has id 0")?;
+    Ok(kill_process(pid, signal)?)
+}
+
+/// Whether the process runs; one that has ended and was not waited for does not.
+pub fn runs(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(')').next().and_then(|rest| rest.trim_start().chars().next()).is_some_and(|state| state != 'Z')
+}
+
+fn children_of(parent: u32) -> anyhow::Result<Vec<u32>> {
+    let mut children = Vec::new();
+    for task in std::fs::read_dir(format!("/proc/{parent}/task"))? {
+        let list = std::fs::read_to_string(task?.path().join("children"))?;
+        children.extend(list.split_whitespace().filter_map(|pid| pid.parse::<u32>().ok()));
+    }
+    children.sort_unstable();
+    Ok(children)
+}

@@ -1,0 +1,295 @@
+//! Two real nodes: the chart, one object, traffic through the Service, failures of pods, and an uninstall without traces.
+//!
+//! One story in order, since each step needs the one before; `cargo xtask test --stage cluster` brings the cluster up.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use integration_tests::chat::{Answer, message};
+use integration_tests::cluster::{Service, apply, inside, kubectl, objects, ready_pods};
+use integration_tests::process::model;
+use integration_tests::wait::until;
+
+const SYSTEM: &str = "armature-system";
+const DEMO: &str = "demo";
+/// Goal: from `helm install` to the first streamed token, images present.
+const FIRST_TOKEN: Duration = Duration::from_secs(30);
+const ROLLOUT: Duration = Duration::from_secs(90);
+
+#[tokio::test]
+async fn a_model_on_kubernetes_from_install_to_uninstall() {
+    kubectl(&["create", "namespace", DEMO]).await.expect("created");
+    apply(&model_volume(&model())).await.expect("a volume with the model");
+    let before = inventory().await;
+
+    let chat = step("helm install to the first token", install()).await;
+    step("a conversation stays with its worker", conversations(&chat)).await;
+    step("a deleted worker is replaced while traffic goes on", deleted_worker(&chat)).await;
+    step("a deleted router is replaced", deleted_router(&chat)).await;
+    step("a pool follows kubectl scale", scale(&chat)).await;
+    step("a second deployment is a world of its own", second_deployment(&chat)).await;
+    step("uninstall", uninstall(&before)).await;
+}
+
+/// Runs a step and prints how long it took; what went wrong inside is shown with the state of the cluster.
+async fn step<T>(what: &str, step: impl Future<Output = T>) -> T {
+    let start = Instant::now();
+    let _shown = ShowOnPanic;
+    let value = step.await;
+    println!("{what}: {:.1} s", start.elapsed().as_secs_f64());
+    value
+}
+
+/// Prints what an operator would look at first.
+struct ShowOnPanic;
+
+impl Drop for ShowOnPanic {
+    fn drop(&mut self) {
+        let xtask = std::env::var_os("ARMATURE_XTASK").filter(|_| std::thread::panicking());
+        let Some(xtask) = xtask else { return };
+        for words in [
+            "kubectl get md,wp,dwm,pods,services --all-namespaces --output wide",
+            "kubectl get events --all-namespaces --sort-by .lastTimestamp",
+            "kubectl logs --namespace armature-system --selector app.kubernetes.io/name=armature --tail 60",
+            "kubectl logs --namespace demo --selector armature.dev/deployment --prefix --tail 40",
+        ] {
+            let shown = std::process::Command::new(&xtask).args(["cluster", "in"]).args(words.split(' ')).output();
+            let text = shown.map(|output| [output.stdout, output.stderr].concat()).unwrap_or_default();
+            println!("\n$ {words}\n{}", String::from_utf8_lossy(&text));
+        }
+    }
+}
+
+async fn install() -> Service {
+    let start = Instant::now();
+    inside(&["helm", "install", "armature", "helm/armature", "--namespace", SYSTEM, "--create-namespace"], "")
+        .await
+        .expect("installed");
+    let object =
+        deployment("chat", "{replicas: 2}", "[{name: worker, replicas: 2, terminationGracePeriodSeconds: 30}]");
+    until("the definition of ModelDeployment", ROLLOUT, || async { apply(&object).await }).await;
+    let answer = until("a streamed answer through the Service", ROLLOUT, || async {
+        let service = Service::find(DEMO, "chat").await?;
+        let answer = service.chat("chat", &[message("user", "Hi")], 1).await?;
+        anyhow::Ok((service, answer, start.elapsed()))
+    });
+    let (service, answer, took) = answer.await;
+    assert!(!answer.finish_reason.is_empty());
+    println!("first token {:.1} s after helm install", took.as_secs_f64());
+    assert!(took <= FIRST_TOKEN, "{took:?}");
+    kubectl(&["wait", "md/chat", "--namespace", DEMO, "--for", "condition=Ready", "--timeout", "90s"])
+        .await
+        .expect("ready");
+    service
+}
+
+async fn conversations(chat: &Service) {
+    let mut workers = BTreeSet::new();
+    for number in 0..6 {
+        let mut messages = vec![message("user", &story(number))];
+        let first = chat.chat("chat", &messages, 8).await.expect("first turn");
+        messages.extend([message("assistant", &first.text), message("user", "And what was the price?")]);
+        // Two routers see the first turn's blocks a moment after it ended.
+        let second = until("the second turn on the first one's worker", Duration::from_secs(20), || async {
+            let second = chat.chat("chat", &messages, 2).await.map_err(|error| error.to_string())?;
+            if second.worker == first.worker {
+                Ok(second)
+            } else {
+                Err(format!("{} then {}", first.worker, second.worker))
+            }
+        });
+        assert!(second.await.cached_tokens() >= 96, "the story has more than six blocks");
+        workers.insert(first.worker);
+    }
+    assert_eq!(workers.len(), 2, "conversations are spread over both workers");
+}
+
+/// Requests one after the other until `step` is done; none may fail.
+async fn under_traffic<T>(chat: &Service, step: impl Future<Output = T>) -> (T, usize) {
+    let (done, answered) = (AtomicBool::new(false), AtomicUsize::new(0));
+    let traffic = async {
+        while !done.load(Relaxed) {
+            let question = format!("Question {}: what is a lake?", answered.load(Relaxed));
+            let answer = chat.chat("chat", &[message("user", &question)], 4).await;
+            answer.expect("every request is answered");
+            answered.fetch_add(1, Relaxed);
+        }
+    };
+    let step = async {
+        let value = step.await;
+        done.store(true, Relaxed);
+        value
+    };
+    let ((), value) = tokio::join!(traffic, step);
+    (value, answered.into_inner())
+}
+
+async fn deleted_worker(chat: &Service) {
+    let workers = "armature.dev/deployment=chat,armature.dev/pool=worker";
+    let before = ready_pods(DEMO, workers).await.expect("listed");
+    let victim = before.first().expect("two workers").clone();
+    let replaced = async {
+        kubectl(&["delete", "pod", &victim, "--namespace", DEMO, "--wait=false"]).await.expect("deleted");
+        until("a new worker pod", ROLLOUT, || async {
+            let now = ready_pods(DEMO, workers).await?;
+            let fresh = now.len() == 2 && !now.contains(&victim);
+            if fresh { Ok(now) } else { Err(anyhow::anyhow!("{now:?}")) }
+        })
+        .await
+    };
+    let (pods, answered) = under_traffic(chat, replaced).await;
+    println!("{answered} requests answered meanwhile");
+    let fresh = pods.into_iter().find(|pod| !before.contains(pod)).expect("a new one");
+    let number = AtomicUsize::new(100);
+    until("an answer from the new worker", ROLLOUT, || async {
+        let answer = chat.chat("chat", &[message("user", &story(number.fetch_add(1, Relaxed)))], 1).await?;
+        if served_by(&answer, &fresh) { Ok(()) } else { Err(anyhow::anyhow!("{} answered", answer.worker)) }
+    })
+    .await;
+}
+
+async fn deleted_router(chat: &Service) {
+    let routers = "armature.dev/deployment=chat,!armature.dev/pool";
+    let before = ready_pods(DEMO, routers).await.expect("listed");
+    assert_eq!(before.len(), 2, "{before:?}");
+    kubectl(&["delete", "pod", &before[0], "--namespace", DEMO]).await.expect("deleted");
+    until("a new router pod", ROLLOUT, || async {
+        let now = ready_pods(DEMO, routers).await?;
+        if now.len() == 2 && !now.contains(&before[0]) { Ok(()) } else { Err(anyhow::anyhow!("{now:?}")) }
+    })
+    .await;
+    // The Service knows both by now, and a router is ready only with a view of the workers.
+    for _ in 0..6 {
+        chat.chat("chat", &[message("user", "Hi")], 1).await.expect("both routers answer");
+    }
+}
+
+async fn scale(chat: &Service) {
+    kubectl(&["scale", "workerpool/chat-worker", "--namespace", DEMO, "--replicas", "3"]).await.expect("scaled");
+    until("three workers in the status", ROLLOUT, || async {
+        let status =
+            kubectl(&["get", "md", "chat", "--namespace", DEMO, "--output", "jsonpath={.status.workers}"]).await?;
+        if status == "3/3" { Ok(()) } else { Err(anyhow::anyhow!("{status}")) }
+    })
+    .await;
+    let (_, answered) = under_traffic(chat, async {
+        kubectl(&["scale", "workerpool/chat-worker", "--namespace", DEMO, "--replicas", "1"]).await.expect("scaled");
+        until("one registration", ROLLOUT, || async {
+            let registrations = objects(DEMO, "dynamoworkermetadatas", "").await?;
+            if registrations.len() == 1 { Ok(()) } else { Err(anyhow::anyhow!("{}", registrations.len())) }
+        })
+        .await;
+    })
+    .await;
+    println!("{answered} requests answered while two workers left");
+}
+
+async fn second_deployment(chat: &Service) {
+    apply(&deployment("other", "{replicas: 1}", "[]")).await.expect("applied");
+    let other = until("an answer of the second deployment", ROLLOUT, || async {
+        let service = Service::find(DEMO, "other").await?;
+        let answer = service.chat("other", &[message("user", "Hi")], 1).await?;
+        anyhow::Ok((service, answer))
+    });
+    let (other, answer) = other.await;
+    let theirs = ready_pods(DEMO, "armature.dev/deployment=other,armature.dev/pool").await.expect("listed");
+    assert!(theirs.iter().any(|pod| served_by(&answer, pod)), "{answer:?}, {theirs:?}");
+    for (service, own, foreign) in [(chat, "chat", "other"), (&other, "other", "chat")] {
+        let models = service.get("/v1/models").await.expect("listed");
+        assert!(models.contains(&format!("{own:?}")) && !models.contains(&format!("{foreign:?}")), "{models}");
+        let error = service.chat(foreign, &[message("user", "Hi")], 1).await.expect_err("not served here");
+        assert!(error.to_string().contains("404"), "{error}");
+    }
+}
+
+async fn uninstall(before: &BTreeSet<String>) {
+    kubectl(&["delete", "md", "--all", "--namespace", DEMO, "--timeout", "90s"]).await.expect("deleted");
+    until("the end of what the operator made", ROLLOUT, || async {
+        let left = left_of(DEMO).await?;
+        if left.is_empty() { Ok(()) } else { Err(anyhow::anyhow!("{left:?}")) }
+    })
+    .await;
+    inside(&["helm", "uninstall", "armature", "--namespace", SYSTEM, "--wait"], "").await.expect("uninstalled");
+    until("the end of what the chart made", ROLLOUT, || async {
+        let mut left = left_of(SYSTEM).await?;
+        left.extend(inventory().await.difference(before).cloned());
+        if left.is_empty() { Ok(()) } else { Err(anyhow::anyhow!("{left:?}")) }
+    })
+    .await;
+}
+
+/// Everything in a namespace that Kubernetes did not put there itself.
+async fn left_of(namespace: &str) -> anyhow::Result<Vec<String>> {
+    let mut kinds = "deployments,replicasets,pods,services,endpointslices,serviceaccounts,roles,rolebindings,configmaps,secrets,leases".to_owned();
+    let definitions = kubectl(&["get", "crds", "--output", "name"]).await?;
+    for kind in ["workerpools.armature.dev", "modeldeployments.armature.dev", "dynamoworkermetadatas.nvidia.com"] {
+        if definitions.contains(kind) {
+            kinds = format!("{kinds},{kind}");
+        }
+    }
+    let names = kubectl(&["get", &kinds, "--namespace", namespace, "--output", "name"]).await?;
+    let own = ["serviceaccount/default", "configmap/kube-root-ca.crt"];
+    Ok(names.lines().filter(|name| !own.contains(name)).map(str::to_owned).collect())
+}
+
+/// Cluster-wide objects an installation makes.
+async fn inventory() -> BTreeSet<String> {
+    let kinds = "clusterroles,clusterrolebindings,validatingwebhookconfigurations,mutatingwebhookconfigurations,priorityclasses";
+    let names = kubectl(&["get", kinds, "--output", "name"]).await.expect("listed");
+    names.lines().map(str::to_owned).collect()
+}
+
+/// The header names the pod.
+fn served_by(answer: &Answer, pod: &str) -> bool {
+    answer.worker.contains(pod)
+}
+
+/// A claim `models` on the folder that the model is in.
+fn model_volume(model: &Path) -> String {
+    let folder = model.parent().expect("a file has a folder").display();
+    format!(
+        "apiVersion: v1
+kind: PersistentVolume
+metadata: {{name: models}}
+spec:
+  capacity: {{storage: 1Gi}}
+  accessModes: [ReadOnlyMany]
+  persistentVolumeReclaimPolicy: Retain
+  storageClassName: ''
+  claimRef: {{namespace: {DEMO}, name: models}}
+  hostPath: {{path: '{folder}'}}
+---
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata: {{name: models, namespace: {DEMO}}}
+spec:
+  accessModes: [ReadOnlyMany]
+  storageClassName: ''
+  volumeName: models
+  resources: {{requests: {{storage: 1Gi}}}}
+"
+    )
+}
+
+fn deployment(name: &str, router: &str, pools: &str) -> String {
+    let file = model();
+    let file = file.file_name().expect("a file has a name").display();
+    format!(
+        "apiVersion: armature.dev/v1alpha1
+kind: ModelDeployment
+metadata: {{name: {name}, namespace: {DEMO}}}
+spec:
+  model: {{source: 'pvc://models/{file}'}}
+  router: {router}
+  pools: {pools}
+"
+    )
+}
+
+/// Long enough for several blocks of 16 tokens, and different from its first block on.
+fn story(number: usize) -> String {
+    let sentence = "Anna went to the market and bought some apples. ".repeat(8);
+    format!("This is story number {number}. {sentence}Who went to the market, and what did they buy there?")
+}

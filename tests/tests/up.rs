@@ -1,0 +1,188 @@
+//! `armature up` as a person runs it: real processes, real HTTP, real signals.
+
+use std::collections::BTreeSet;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::Duration;
+
+use hyper::{Method, StatusCode};
+use integration_tests::chat::{Answer, Router, message};
+use integration_tests::process::{Armature, Ended, model, runs, signal_process};
+use integration_tests::wait::until;
+use rustix::process::Signal;
+use serde_json::Value;
+
+const MODEL: &str = "smollm2";
+/// Loading the model and starting, on a busy machine.
+const START: Duration = Duration::from_secs(60);
+/// A drain and everything after it.
+const END: Duration = Duration::from_secs(20);
+
+/// `armature up` on a free port, ready.
+struct System {
+    armature: Armature,
+    router: Router,
+}
+
+impl System {
+    async fn start(workers: u32) -> Self {
+        let (path, workers) = (model(), workers.to_string());
+        let model = path.to_str().expect("a plain path");
+        let arguments =
+            ["up", "--port", "0", "--model", model, "--model-name", MODEL, "--workers", &workers, "--kv-blocks", "512"];
+        let mut armature = Armature::start(&arguments).expect("starts");
+        let line = armature.line("try", START).await.expect("ready");
+        let base = line.split_whitespace().find(|word| word.starts_with("http://")).expect("a URL in the line");
+        let router = Router::new(base.split("/v1").next().expect("not empty"));
+        Self { armature, router }
+    }
+
+    async fn ask(&self, question: &str, max_tokens: u32) -> anyhow::Result<Answer> {
+        self.router.chat(MODEL, &[message("user", question)], max_tokens).await
+    }
+}
+
+/// Long enough for several blocks of 16 tokens.
+fn story(number: usize) -> String {
+    format!(
+        "This is story number {number}. {}Who went to the market, and what did they buy there?",
+        "Anna went to the market and bought some apples. ".repeat(8)
+    )
+}
+
+#[tokio::test]
+async fn the_second_turn_goes_where_the_first_one_was_and_reuses_its_blocks() {
+    let system = System::start(2).await;
+    let mut workers = BTreeSet::new();
+    for number in 0..6 {
+        let mut messages = vec![message("user", &story(number))];
+        let first = system.router.chat(MODEL, &messages, 16).await.expect("first turn");
+        assert!(!first.text.is_empty() && first.finish_reason == "length", "{first:?}");
+        messages.extend([message("assistant", &first.text), message("user", "And what was the price?")]);
+        // The worker's event is on its way while the second turn is sent; a client is rarely that fast.
+        let cached = until("the first turn's blocks in the router's index", Duration::from_secs(10), || async {
+            let second = system.router.chat(MODEL, &messages, 4).await.map_err(|error| error.to_string())?;
+            if second.worker == first.worker { Ok(second.cached_tokens()) } else { Err(format!("{second:?}")) }
+        });
+        assert!(cached.await >= 96, "the story has more than six blocks");
+        workers.insert(first.worker);
+    }
+    assert_eq!(workers.len(), 2, "different conversations are spread over both workers: {workers:?}");
+}
+
+#[tokio::test]
+async fn a_killed_worker_is_replaced_while_traffic_goes_on() {
+    let system = System::start(2).await;
+    let before = system.armature.children().expect("has workers");
+    assert_eq!(before.len(), 2);
+    signal_process(before[0], Signal::KILL).expect("killed");
+    for number in 0..8 {
+        let answer =
+            system.ask(&format!("Question {number}: what is a lake?"), 4).await.expect("the other worker answers");
+        assert_eq!(answer.finish_reason, "length");
+    }
+    let look = || async {
+        let now = system.armature.children().map_err(|error| error.to_string())?;
+        if now.len() == 2 && !now.contains(&before[0]) { Ok(()) } else { Err(format!("{now:?}")) }
+    };
+    until("a new worker process", START, look).await;
+    let served_by = Mutex::new(BTreeSet::new());
+    let number = AtomicUsize::new(0);
+    until("answers from two workers", START, || async {
+        let question = story(number.fetch_add(1, Relaxed));
+        let answer = system.ask(&question, 2).await.map_err(|error| error.to_string())?;
+        let mut served_by = served_by.lock().expect("not poisoned");
+        served_by.insert(answer.worker);
+        if served_by.len() == 2 { Ok(()) } else { Err(format!("{served_by:?}")) }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn ctrl_c_finishes_running_requests_and_leaves_no_process() {
+    let system = System::start(2).await;
+    let workers = system.armature.children().expect("has workers");
+    let router = system.router.clone();
+    let running =
+        tokio::spawn(async move { router.chat(MODEL, &[message("user", "Tell me about rivers.")], 48).await });
+    until("a running request", Duration::from_secs(20), || async {
+        let (_, _, page) =
+            system.router.send(Method::GET, "/metrics", None).await.map_err(|error| error.to_string())?;
+        let page = String::from_utf8_lossy(&page).into_owned();
+        if in_flight(&page) > 0.0 { Ok(()) } else { Err("none in /metrics".to_owned()) }
+    })
+    .await;
+    system.armature.signal(Signal::INT).expect("signalled");
+    let answer = running.await.expect("no panic").expect("the request is finished, not cut");
+    assert!(!answer.finish_reason.is_empty());
+    let Ended { status, stderr } = system.armature.ended(END).await.expect("ends");
+    assert!(status.success(), "{status}: {stderr}");
+    assert_eq!(workers.iter().filter(|pid| runs(**pid)).count(), 0, "workers are gone");
+}
+
+#[tokio::test]
+async fn workers_die_with_a_killed_parent() {
+    let system = System::start(1).await;
+    let workers = system.armature.children().expect("has a worker");
+    system.armature.signal(Signal::KILL).expect("killed");
+    until("the end of the workers", END, || async {
+        if workers.iter().any(|pid| runs(*pid)) { Err(format!("{workers:?} still run")) } else { Ok(()) }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_api_answers_beside_chat() {
+    let system = System::start(1).await;
+    for path in ["/health", "/live", "/ready", "/metrics"] {
+        let (status, _, _) = system.router.send(Method::GET, path, None).await.expect("answers");
+        assert_eq!(status, StatusCode::OK, "{path}");
+    }
+    let (_, _, models) = system.router.send(Method::GET, "/v1/models", None).await.expect("answers");
+    let models: Value = serde_json::from_slice(&models).expect("JSON");
+    assert_eq!(models["data"][0]["id"], MODEL);
+    let error = system.router.chat("another", &[message("user", "Hi")], 4).await.expect_err("no such model");
+    assert!(error.to_string().contains("404"), "{error}");
+}
+
+/// Exit code 2 and exactly one line that names the cause.
+async fn refused(arguments: &[&str], cause: &str) {
+    let ended = Armature::start(arguments).expect("starts").ended(START).await.expect("ends");
+    assert_eq!(ended.status.code(), Some(2), "{arguments:?}: {ended:?}");
+    let lines: Vec<_> = ended.stderr.lines().collect();
+    assert!(
+        lines.len() == 1 && lines[0].starts_with("error: ") && lines[0].contains(cause),
+        "{arguments:?}: {:?}",
+        ended.stderr
+    );
+}
+
+#[tokio::test]
+async fn settings_that_cannot_work_are_one_line_and_exit_code_2() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = taken.local_addr().expect("bound").port().to_string();
+    let path = model();
+    let model = path.to_str().expect("a plain path");
+    refused(&["up", "--port", &port, "--model", model], &format!("port {port} on 127.0.0.1 is in use")).await;
+    refused(&["up", "--port", "0", "--model", "/nowhere/x.gguf"], "no model file /nowhere/x.gguf").await;
+    refused(&["up", "--port", "0", "--model", "ftp://x"], "ftp://x").await;
+
+    let dir = tempfile::tempdir().expect("a folder");
+    for (name, bytes) in [
+        ("empty.gguf", &b""[..]),
+        ("words.gguf", b"this is not a model"),
+        ("cut.gguf", &std::fs::read(model).expect("readable")[..5_000_000]),
+    ] {
+        let broken = dir.path().join(name);
+        std::fs::write(&broken, bytes).expect("writable");
+        refused(&["up", "--port", "0", "--model", broken.to_str().expect("a plain path")], name).await;
+    }
+    refused(&["worker", "--name", "w", "--model", model, "--discovery-backend", "file"], "--discovery-dir").await;
+    refused(&["router", "--discovery-backend", "file"], "--discovery-dir").await;
+}
+
+/// The sum of the router's gauge of running requests.
+fn in_flight(metrics: &str) -> f64 {
+    let lines = metrics.lines().filter(|line| !line.starts_with('#') && line.contains("inflight"));
+    lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
+}

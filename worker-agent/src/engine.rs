@@ -1,0 +1,125 @@
+//! What every engine offers the agent around it. Engines know blocks, tokens and steps; they know no network.
+
+pub mod builtin;
+
+use tokio::sync::mpsc;
+
+use kv_hashing::BlockSize;
+use kv_index::{KvEventData, Tier};
+use protocol::request_plane::{FinishReason, Generate, TokenLogprobs};
+
+/// Fixed properties of a running engine.
+#[derive(Clone, Debug)]
+pub struct EngineInfo {
+    /// Tokens per KV block.
+    pub block_size: BlockSize,
+    /// KV blocks in the arena.
+    pub total_blocks: usize,
+    /// Most sequences in one step.
+    pub max_num_seqs: usize,
+    /// Most tokens in one step.
+    pub max_num_batched_tokens: usize,
+    /// Most tokens of prompt and answer together.
+    pub context_length: usize,
+}
+
+/// A snapshot of how busy an engine is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EngineLoad {
+    /// Sequences in the running batch.
+    pub running: usize,
+    /// Requests waiting for a place or for blocks.
+    pub waiting: usize,
+    /// Blocks referenced by running sequences.
+    pub active_blocks: usize,
+    /// Blocks that are referenced or cached, ≤ the arena's total.
+    pub used_blocks: usize,
+    /// Prompt tokens admitted and not yet computed.
+    pub pending_prefill_tokens: usize,
+}
+
+/// One thing an engine says about a request.
+#[derive(Clone, Debug)]
+pub enum EngineOutput {
+    /// The first token; prefill has ended.
+    First {
+        /// The token.
+        token: u32,
+        /// Its log-probabilities, if asked for.
+        logprobs: Option<TokenLogprobs>,
+        /// Prompt blocks whose KV was reused.
+        reused_blocks: usize,
+        /// Full blocks of the prompt.
+        prompt_blocks: usize,
+        /// One entry for each prompt token but the first, if asked for.
+        prompt_logprobs: Vec<TokenLogprobs>,
+    },
+    /// One more token.
+    Token {
+        /// The token.
+        token: u32,
+        /// Its log-probabilities, if asked for.
+        logprobs: Option<TokenLogprobs>,
+    },
+    /// The end; nothing follows. An EOS or stop token that signalled it is counted, but was not delivered: it is no part of
+    /// the answer (except as the carrier of prompt log-probabilities, when it is the first token).
+    Finished(Finish),
+    /// The engine could not go on with this request; nothing follows.
+    Failed(String),
+}
+
+/// How a request ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finish {
+    /// Why.
+    pub reason: FinishReason,
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Tokens generated, the stop token included.
+    pub completion_tokens: usize,
+    /// Prompt tokens whose KV was reused.
+    pub reused_tokens: usize,
+    /// The stop string that matched.
+    pub stop_string: Option<String>,
+    /// The stop token that matched.
+    pub stop_token: Option<u32>,
+}
+
+/// What happened in the KV arena, in order, exactly as it happened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ArenaEvent {
+    /// Where.
+    pub tier: Tier,
+    /// What; engine hashes are sequence hashes.
+    pub data: KvEventData,
+}
+
+/// Why an engine refuses a request at once.
+#[derive(Debug, thiserror::Error)]
+pub enum SubmitError {
+    /// It can never work.
+    #[error("{0}")]
+    Invalid(String),
+    /// The waiting queue is full.
+    #[error("the engine's queue of {0} requests is full")]
+    Overloaded(usize),
+    /// The engine has stopped.
+    #[error("the engine has stopped")]
+    Stopped,
+}
+
+/// An engine. Cheap to share; all methods return at once.
+pub trait Engine: Send + Sync + 'static {
+    /// Fixed properties.
+    fn info(&self) -> &EngineInfo;
+
+    /// Starts a request. Dropping the receiver cancels it: its blocks are free within one step. The channel is unbounded,
+    /// and holds at most `max_tokens + 1` messages.
+    fn submit(&self, request: Generate) -> Result<mpsc::UnboundedReceiver<EngineOutput>, SubmitError>;
+
+    /// How busy the engine is now.
+    fn load(&self) -> EngineLoad;
+
+    /// The stream of arena events. Taken once, by the publisher; `None` afterwards.
+    fn take_events(&self) -> Option<mpsc::UnboundedReceiver<ArenaEvent>>;
+}

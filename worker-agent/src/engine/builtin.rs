@@ -1,0 +1,70 @@
+//! The built-in engine: Llama-family GGUF models on the CPU, with a paged KV arena and continuous batching.
+//!
+//! Four rooms: the model's numerics (`gguf`, `quant`, `kernels`, `llama`), where KV lives (`arena`), what runs next
+//! (`pool`, `scheduler`) and which token comes out (`sampling`). The scheduler sees the numerics only through [`Forward`].
+
+pub mod arena;
+pub mod gguf;
+mod kernels;
+pub mod llama;
+pub mod open;
+pub mod pool;
+pub mod quant;
+pub mod sampling;
+pub mod scheduler;
+pub mod service;
+pub mod stop;
+#[cfg(test)]
+pub(crate) mod shadow;
+#[cfg(test)]
+pub(crate) mod test_model;
+
+/// Index of a block in the arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BlockId(pub u32);
+
+/// A run of tokens of one sequence to compute in a step.
+#[derive(Clone, Copy, Debug)]
+pub struct Chunk<'a> {
+    /// The tokens; not empty.
+    pub tokens: &'a [u32],
+    /// Position of the first one in its sequence; KV of all earlier positions is in `blocks` already.
+    pub start: usize,
+    /// The sequence's block table: position `p` lives in `blocks[p / block_size]`, slot `p % block_size`. Covers
+    /// `start + tokens.len()`.
+    pub blocks: &'a [BlockId],
+    /// Which positions' logits are wanted.
+    pub logits: Logits,
+}
+
+/// Which logits a chunk wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Logits {
+    /// None: the prompt goes on in a later chunk.
+    None,
+    /// Those of the last token.
+    Last,
+    /// Those of every token (prompt log-probabilities).
+    All,
+}
+
+impl Logits {
+    /// Rows of logits for a chunk of `tokens` tokens.
+    pub fn rows(self, tokens: usize) -> usize {
+        match self {
+            Self::None => 0,
+            Self::Last => 1,
+            Self::All => tokens,
+        }
+    }
+}
+
+/// The numerics of a model together with the KV arena it writes to.
+pub trait Forward: Send {
+    /// Size of the vocabulary, in tokens: the length of one row of logits.
+    fn vocab(&self) -> usize;
+
+    /// Computes one step: every chunk attends to its own sequence only. KV of the chunk's tokens is written into its blocks.
+    /// Appends one row of `vocab` logits to `logits` for each position wanted, in the order of the chunks.
+    fn forward(&mut self, chunks: &[Chunk<'_>], logits: &mut Vec<f32>);
+}

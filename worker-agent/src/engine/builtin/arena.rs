@@ -1,0 +1,194 @@
+//! Where keys and values live: one map of anonymous memory, cut into blocks of equal size.
+//!
+//! Layout, outermost first: block, layer, then the layer's keys and its values, head, and
+//! - keys: `[head_dim][block_size]`, transposed, so that scores of neighbouring positions are computed in one vector;
+//! - values: `[block_size][head_dim]`;
+//!
+//! all in half precision, little-endian on every machine we run on. So a block is one range of bytes, and so is a layer of a
+//! block: blocks are transferred, offloaded and reused as bytes, between arenas of equal [`KvShape`]. Memory is zero and
+//! costs nothing until it is touched.
+
+use memmap2::{MmapMut, MmapOptions, MmapRaw};
+
+use super::BlockId;
+use super::kernels::HeadBlock;
+
+/// What the bytes of a block mean; blocks can be exchanged between arenas of equal shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvShape {
+    /// Layers of the model.
+    pub layers: usize,
+    /// Key-value heads of a layer.
+    pub kv_heads: usize,
+    /// Elements of a key, and of a value.
+    pub head_dim: usize,
+    /// Positions in a block, in tokens: 16, 32 or 64.
+    pub block_size: usize,
+}
+
+impl KvShape {
+    /// Bytes of one layer of a block.
+    pub fn layer_bytes(&self) -> usize {
+        2 * self.half_bytes()
+    }
+
+    /// Bytes of a block.
+    pub fn block_bytes(&self) -> usize {
+        self.layers * self.layer_bytes()
+    }
+
+    /// Bytes of the keys, or of the values, of one layer of a block.
+    fn half_bytes(&self) -> usize {
+        self.kv_heads * self.head_dim * self.block_size * size_of::<u16>()
+    }
+}
+
+/// Why there is no arena.
+#[derive(Debug, thiserror::Error)]
+pub enum ArenaError {
+    /// Another block size.
+    #[error("the block size is {0}; it can be 16, 32 or 64 tokens")]
+    BlockSize(usize),
+    /// More blocks than an address space holds, or none.
+    #[error("{0} blocks are not possible")]
+    Blocks(usize),
+    /// The system refuses.
+    #[error("cannot reserve {bytes} bytes of memory for {blocks} KV blocks: {error}")]
+    Memory {
+        /// What was asked for.
+        bytes: usize,
+        /// Blocks that were asked for.
+        blocks: usize,
+        /// What the system says.
+        error: std::io::Error,
+    },
+}
+
+/// The arena.
+#[derive(Debug)]
+pub struct KvArena {
+    map: MmapRaw,
+    shape: KvShape,
+    blocks: usize,
+}
+
+impl KvArena {
+    /// Reserves an arena of `blocks` blocks.
+    pub fn new(shape: KvShape, blocks: usize) -> Result<KvArena, ArenaError> {
+        if ![16, 32, 64].contains(&shape.block_size) {
+            return Err(ArenaError::BlockSize(shape.block_size));
+        }
+        let bytes = blocks.checked_mul(shape.block_bytes()).filter(|&b| b > 0 && u32::try_from(blocks).is_ok());
+        let bytes = bytes.ok_or(ArenaError::Blocks(blocks))?;
+        let map: MmapMut = MmapOptions::new()
+            .len(bytes)
+            .no_reserve_swap()
+            .map_anon()
+            .map_err(|error| ArenaError::Memory { bytes, blocks, error })?;
+        Ok(KvArena { map: map.into(), shape, blocks })
+    }
+
+    /// What the bytes of a block mean.
+    pub fn shape(&self) -> KvShape {
+        self.shape
+    }
+
+    /// Number of blocks.
+    pub fn blocks(&self) -> usize {
+        self.blocks
+    }
+
+    /// A block's bytes.
+    pub fn block(&self, id: BlockId) -> &[u8] {
+        // SAFETY: `start` checks the id; safe code writes only through `&mut self`, and a forward step, which writes
+        // through `write`, has the arena for itself.
+        unsafe { std::slice::from_raw_parts(self.start(id), self.shape.block_bytes()) }
+    }
+
+    /// A block's bytes, to be written.
+    pub fn block_mut(&mut self, id: BlockId) -> &mut [u8] {
+        // SAFETY: `start` checks the id, and the arena is borrowed for the slice's life.
+        unsafe { std::slice::from_raw_parts_mut(self.start(id), self.shape.block_bytes()) }
+    }
+
+    fn start(&self, id: BlockId) -> *mut u8 {
+        let index = id.0 as usize;
+        assert!(index < self.blocks, "block {index} of an arena of {}", self.blocks);
+        // SAFETY: in bounds, by the assertion.
+        unsafe { self.map.as_mut_ptr().add(index * self.shape.block_bytes()) }
+    }
+
+    /// Keys and values of one head in one layer of a block.
+    pub(crate) fn head(&self, id: BlockId, layer: usize, head: usize) -> HeadBlock {
+        let KvShape { layers, kv_heads, head_dim, block_size } = self.shape;
+        assert!(layer < layers && head < kv_heads);
+        // SAFETY: in bounds, by the assertions here and in `start`. A block's size is a multiple of 64 bytes.
+        unsafe {
+            let keys: *const u16 = self.start(id).add(layer * self.shape.layer_bytes()).cast();
+            let keys = keys.add(head * head_dim * block_size);
+            let values = keys.add(kv_heads * head_dim * block_size);
+            HeadBlock { keys, values, dim: head_dim, slots: block_size }
+        }
+    }
+
+    /// Stores a position's key and value, `kv_heads * head_dim` elements each.
+    ///
+    /// # Safety
+    /// Nothing else may access this slot meanwhile.
+    pub(crate) unsafe fn write(&self, id: BlockId, layer: usize, slot: usize, key: &[u16], value: &[u16]) {
+        let KvShape { kv_heads, head_dim, block_size, .. } = self.shape;
+        assert!(slot < block_size && key.len() == kv_heads * head_dim && value.len() == key.len());
+        for head in 0..kv_heads {
+            let at = self.head(id, layer, head);
+            let range = head * head_dim..(head + 1) * head_dim;
+            // SAFETY: `head` is in bounds, `slot` too; the caller has the slot for itself.
+            unsafe {
+                for (d, &k) in key[range.clone()].iter().enumerate() {
+                    at.keys.cast_mut().add(d * block_size + slot).write(k);
+                }
+                let to = at.values.cast_mut().add(slot * head_dim);
+                std::ptr::copy_nonoverlapping(value[range].as_ptr(), to, head_dim);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: KvShape = KvShape { layers: 3, kv_heads: 2, head_dim: 16, block_size: 16 };
+
+    #[test]
+    fn a_slot_is_written_where_the_layout_says() {
+        let mut arena = KvArena::new(SHAPE, 4).unwrap();
+        assert_eq!(SHAPE.block_bytes(), 3 * 2 * 2 * 16 * 16 * 2);
+        let key: Vec<u16> = (0..32).map(|i| 100 + i).collect();
+        let value: Vec<u16> = (0..32).map(|i| 200 + i).collect();
+        // SAFETY: one thread.
+        unsafe { arena.write(BlockId(2), 1, 5, &key, &value) };
+        let word = |arena: &KvArena, i: usize| {
+            let bytes = &arena.block(BlockId(2))[SHAPE.layer_bytes() + 2 * i..][..2];
+            u16::from_le_bytes([bytes[0], bytes[1]])
+        };
+        assert_eq!(word(&arena, 3 * 16 + 5), 103, "head 0, element 3");
+        assert_eq!(word(&arena, (16 + 3) * 16 + 5), 119, "head 1, element 3");
+        assert_eq!(word(&arena, 512 + 5 * 16 + 3), 203);
+        assert_eq!(word(&arena, 512 + 256 + 5 * 16 + 3), 219);
+        let written: usize = (0..4).map(|b| arena.block(BlockId(b)).chunks(2).filter(|w| w != &[0, 0]).count()).sum();
+        assert_eq!(written, 64);
+
+        let copy = arena.block(BlockId(2)).to_vec();
+        arena.block_mut(BlockId(0)).copy_from_slice(&copy);
+        assert_eq!(arena.block(BlockId(0)), copy);
+    }
+
+    #[test]
+    fn refuses_what_cannot_be() {
+        let odd = KvArena::new(KvShape { block_size: 24, ..SHAPE }, 4).unwrap_err();
+        assert_eq!(odd.to_string(), "the block size is 24; it can be 16, 32 or 64 tokens");
+        for blocks in [0, usize::MAX, 1 << 33] {
+            assert!(matches!(KvArena::new(SHAPE, blocks), Err(ArenaError::Blocks(_))));
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! Publishes what happens in the KV arena, and how busy the engine is, over ZeroMQ.
+//!
+//! One task owns the socket, the engine's event stream and the numbering. A PUB socket drops messages for a subscriber that
+//! is 100,000 of them behind; it never waits, so neither the engine nor this task is ever held up by a router. Whoever
+//! missed events sees the gap in their ids and asks the local indexer over the request plane.
+
+mod batch;
+pub(crate) mod wire;
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use bytes::Bytes;
+use kv_index::local::LocalIndexer;
+use parking_lot::Mutex;
+use protocol::event_plane::{self, ActiveLoad, Envelope, KV_EVENTS, KV_METRICS, MAX_BATCH_EVENTS};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, MissedTickBehavior};
+use zeromq::{Endpoint, PubSocket, Socket, SocketSend, ZmqError, ZmqMessage};
+
+use crate::drain::Drain;
+use crate::engine::{ArenaEvent, Engine};
+use crate::metrics::Metrics;
+
+/// How often the load is looked at, and so the least time between two reports of it.
+const LOAD_CHECK: Duration = Duration::from_millis(100);
+/// A report is sent at least this often: routers measure silence by it.
+const LOAD_HEARTBEAT: Duration = Duration::from_secs(1);
+
+/// Why events cannot be published.
+#[derive(Debug, thiserror::Error)]
+pub enum PublisherError {
+    /// The socket could not be set up.
+    #[error("event socket: {0}")]
+    Socket(#[from] ZmqError),
+    /// The listener does not say where it listens.
+    #[error("event socket: unexpected address {0}")]
+    Address(Endpoint),
+    /// The engine closed its event stream.
+    #[error("the engine has stopped")]
+    EngineStopped,
+}
+
+/// What a publisher reads.
+pub struct Source {
+    /// Instance id of this worker.
+    pub instance_id: u64,
+    /// The engine, for its load.
+    pub engine: Arc<dyn Engine>,
+    /// The engine's events.
+    pub events: mpsc::UnboundedReceiver<ArenaEvent>,
+    /// Numbers the events, and is shared with whoever answers queries about them.
+    pub indexer: Arc<Mutex<LocalIndexer>>,
+    /// Counts.
+    pub metrics: Arc<Metrics>,
+    /// Is reported, and ends the publisher when it stops.
+    pub drain: Arc<Drain>,
+}
+
+/// The bound socket.
+pub struct Publisher {
+    socket: PubSocket,
+    port: u16,
+    events: Topic,
+    load: Topic,
+}
+
+/// A topic and the sequence number of its next message.
+struct Topic {
+    name: &'static str,
+    sequence: u64,
+}
+
+impl Publisher {
+    /// Takes over a bound listener.
+    pub async fn bind(listener: std::net::TcpListener) -> Result<Self, PublisherError> {
+        let mut socket = PubSocket::new();
+        let port = match socket.bind_listener(listener).await? {
+            Endpoint::Tcp(_, port) => port,
+            other => return Err(PublisherError::Address(other)),
+        };
+        let topic = |name| Topic { name, sequence: 0 };
+        Ok(Self { socket, port, events: topic(KV_EVENTS), load: topic(KV_METRICS) })
+    }
+
+    /// The port it listens on.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Publishes until the drain stops. What the engine emits while a message is made goes into the next one together:
+    /// batches form under load and cost no delay without it.
+    pub async fn run(mut self, mut source: Source) -> Result<(), PublisherError> {
+        let drain = source.drain.clone();
+        let mut check = tokio::time::interval(LOAD_CHECK);
+        check.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut taken = Vec::with_capacity(MAX_BATCH_EVENTS);
+        let mut reported: Option<(ActiveLoad, Instant)> = None;
+        loop {
+            tokio::select! {
+                count = source.events.recv_many(&mut taken, MAX_BATCH_EVENTS) => {
+                    if count == 0 {
+                        return Err(PublisherError::EngineStopped);
+                    }
+                    self.publish_events(&mut taken, &source).await;
+                }
+                now = check.tick() => {
+                    let load = load_report(&source);
+                    let due = reported.as_ref().is_none_or(|(last, at)| *last != load || now - *at >= LOAD_HEARTBEAT);
+                    if due {
+                        let payload = event_plane::encode_load(&load);
+                        send(&mut self.socket, &mut self.load, source.instance_id, payload).await;
+                        reported = Some((load, now));
+                    }
+                }
+                () = drain.stopped() => return Ok(()),
+            }
+        }
+    }
+
+    async fn publish_events(&mut self, taken: &mut Vec<ArenaEvent>, source: &Source) {
+        let numbered: Vec<_> = {
+            let mut indexer = source.indexer.lock();
+            taken.drain(..).flat_map(|event| indexer.apply(event.tier, event.data)).collect()
+        };
+        for batch in batch::batches(&numbered) {
+            let events: Vec<_> = batch.iter().map(|event| wire::router_event(source.instance_id, event)).collect();
+            let payload = event_plane::encode_events(&events);
+            send(&mut self.socket, &mut self.events, source.instance_id, payload).await;
+            source.metrics.events_published.inc_by(events.len() as u64);
+        }
+    }
+}
+
+/// Sends one message of four parts. It never waits for a subscriber; without any, the message is dropped.
+async fn send(socket: &mut PubSocket, topic: &mut Topic, publisher_id: u64, payload: Vec<u8>) {
+    let published_at = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_millis() as u64);
+    let sequence = topic.sequence;
+    topic.sequence += 1;
+    let envelope = Envelope { publisher_id, sequence, published_at, topic: topic.name.to_owned(), payload };
+    let mut message = ZmqMessage::from(Bytes::from_static(topic.name.as_bytes()));
+    message.push_back(Bytes::copy_from_slice(&publisher_id.to_be_bytes()));
+    message.push_back(Bytes::copy_from_slice(&sequence.to_be_bytes()));
+    message.push_back(event_plane::encode_envelope(&envelope).into());
+    if let Err(error) = socket.send(message).await {
+        tracing::warn!(topic = topic.name, sequence, %error, "event message not sent");
+    }
+}
+
+fn load_report(source: &Source) -> ActiveLoad {
+    let load = source.engine.load();
+    let indexer = source.indexer.lock();
+    ActiveLoad {
+        worker_id: source.instance_id,
+        dp_rank: indexer.dp_rank(),
+        active_decode_blocks: Some(load.active_blocks as u64),
+        active_prefill_tokens: Some(load.pending_prefill_tokens as u64),
+        kv_used_blocks: Some(load.used_blocks as u64),
+        running_requests: Some(load.running as u64),
+        waiting_requests: Some(load.waiting as u64),
+        last_event_id: indexer.last_id(),
+        draining: source.drain.is_draining(),
+    }
+}

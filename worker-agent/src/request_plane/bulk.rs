@@ -1,0 +1,164 @@
+//! Large answers of one connection: KV queries and model files, sent one chunk at a time between the frames of streams.
+//!
+//! The state behind a dump is copied under the indexer's lock and ordered on a blocking thread, never in the connection's
+//! task; a chunk is encoded only when the connection has room for it.
+
+use std::collections::{HashSet, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use kv_index::KvEvent;
+use kv_index::local::Answer;
+use protocol::event_plane::encode_events;
+use protocol::request_plane::{
+    ArtifactChunk, CHUNK_BYTES, ErrorCode, KvAnswer, KvQuery, ServerFrame, encode_frame, kv_answer::Kind,
+    server_frame::Body,
+};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::task::JoinSet;
+
+use super::{Service, failed};
+use crate::publisher::wire;
+
+/// Payload that a chunk aims at: 64 KiB leave a 1 Gbit/s link in half a millisecond. A single event may take more, never
+/// more than [`CHUNK_BYTES`].
+const CHUNK_AIM: usize = CHUNK_BYTES / 4;
+/// Most large answers on one connection at once.
+const MAX_OPEN: usize = 16;
+/// Longest wait for a turn among the KV answers of all connections.
+const TURN: Duration = Duration::from_secs(30);
+
+/// The large answers of a connection, in turn.
+#[derive(Default)]
+pub(super) struct Bulk {
+    preparing: JoinSet<Prepared>,
+    /// Ids in `preparing` that are still wanted.
+    wanted: HashSet<u64>,
+    sending: VecDeque<(u64, Source)>,
+}
+
+/// A stream's answer, or why there is none.
+pub(super) type Prepared = (u64, Result<Source, String>);
+
+/// The rest of an answer.
+pub(super) enum Source {
+    /// Of a query.
+    Events {
+        kind: Kind,
+        worker_id: u64,
+        events: VecDeque<Arc<KvEvent>>,
+        last_event_id: Option<u64>,
+        _turn: OwnedSemaphorePermit,
+    },
+    /// Of a file.
+    File(Bytes),
+}
+
+impl Bulk {
+    /// Nothing to prepare or send.
+    pub(super) fn is_idle(&self) -> bool {
+        self.sending.is_empty() && self.preparing.is_empty()
+    }
+
+    /// Whether the connection takes no more of them.
+    pub(super) fn is_full(&self) -> bool {
+        self.sending.len() + self.preparing.len() >= MAX_OPEN
+    }
+
+    /// Starts a file's stream.
+    pub(super) fn send_file(&mut self, id: u64, file: Bytes) {
+        self.sending.push_back((id, Source::File(file)));
+    }
+
+    /// Starts the answer to a query.
+    pub(super) fn query(&mut self, id: u64, query: KvQuery, service: &Arc<Service>) {
+        let service = service.clone();
+        self.wanted.insert(id);
+        self.preparing.spawn(async move {
+            let turn = tokio::time::timeout(TURN, service.kv_answers.clone().acquire_owned()).await;
+            let Ok(Ok(turn)) = turn else {
+                return (id, Err(format!("no turn among the KV queries within {} s", TURN.as_secs())));
+            };
+            let prepared = tokio::task::spawn_blocking(move || prepare(query, &service, turn)).await;
+            (id, prepared.map_err(|_| "the KV query could not be prepared".to_owned()))
+        });
+    }
+
+    /// The router no longer wants an answer.
+    pub(super) fn cancel(&mut self, id: u64) {
+        self.wanted.remove(&id);
+        self.sending.retain(|(other, _)| *other != id);
+    }
+
+    /// Waits until there is something to write; returns an answer that became ready just now. Only when not idle.
+    pub(super) async fn ready(&mut self) -> Option<Prepared> {
+        match self.sending.is_empty() {
+            true => self.preparing.join_next().await?.ok(),
+            false => self.preparing.try_join_next()?.ok(),
+        }
+    }
+
+    /// Takes in what [`Self::ready`] returned, and writes one chunk of the answer whose turn it is.
+    pub(super) fn write_chunk(&mut self, prepared: Option<Prepared>, out: &mut BytesMut) {
+        match prepared.filter(|(id, _)| self.wanted.remove(id)) {
+            Some((id, Ok(source))) => self.sending.push_back((id, source)),
+            Some((id, Err(message))) => encode_frame(&failed(id, ErrorCode::Overloaded, message), out),
+            None => {}
+        }
+        let Some((id, mut source)) = self.sending.pop_front() else { return };
+        let (body, end) = source.next_chunk();
+        encode_frame(&ServerFrame { stream_id: id, body: Some(body) }, out);
+        if !end {
+            self.sending.push_back((id, source));
+        }
+    }
+}
+
+/// Copies what a query asks for, and puts it in order. Cost: see [`kv_index::local::LocalIndexer`].
+fn prepare(query: KvQuery, service: &Service, turn: OwnedSemaphorePermit) -> Source {
+    let answer = {
+        let indexer = service.indexer.lock();
+        match query.start {
+            Some(start) => indexer.range(start, query.end),
+            None => Answer::Dump(indexer.dump()),
+        }
+    };
+    let (kind, events, last_event_id) = match answer {
+        Answer::Events { events, last_id } => (Kind::Events, events.into(), last_id),
+        Answer::Dump(snapshot) => {
+            service.metrics.dumps.inc();
+            let last_id = snapshot.last_id();
+            (Kind::Dump, snapshot.into_events().into_iter().map(Arc::new).collect(), last_id)
+        }
+    };
+    Source::Events { kind, worker_id: service.identity.instance_id, events, last_event_id, _turn: turn }
+}
+
+impl Source {
+    /// The next frame, and whether it is the last.
+    fn next_chunk(&mut self) -> (Body, bool) {
+        match self {
+            Self::File(rest) => {
+                let data = rest.split_to(rest.len().min(CHUNK_AIM));
+                let end = rest.is_empty();
+                (Body::ArtifactChunk(ArtifactChunk { data, end }), end)
+            }
+            Self::Events { kind, worker_id, events, last_event_id, .. } => {
+                let (mut chunk, mut bytes) = (Vec::new(), 0);
+                while let Some(event) = events.front() {
+                    bytes += wire::encoded_bytes(event);
+                    if bytes > CHUNK_AIM && !chunk.is_empty() {
+                        break;
+                    }
+                    chunk.push(wire::router_event(*worker_id, event));
+                    events.pop_front();
+                }
+                let end = events.is_empty();
+                let last_event_id = last_event_id.filter(|_| end);
+                let kind = (*kind).into();
+                (Body::KvAnswer(KvAnswer { kind, events: encode_events(&chunk).into(), last_event_id, end }), end)
+            }
+        }
+    }
+}

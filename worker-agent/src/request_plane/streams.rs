@@ -1,0 +1,277 @@
+//! The Generate streams of one connection: engine outputs in, frames out, by credit.
+//!
+//! Each stream polls its engine channel with a waker of its own that notes the stream's id, so a wake-up costs work only
+//! for the streams that have something. A stream out of credit is not polled at all: its tokens wait in the engine's
+//! channel, and leave in one frame when credit comes.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::Instant;
+
+use bytes::BytesMut;
+use futures::task::AtomicWaker;
+use parking_lot::Mutex;
+use prost::Message;
+use protocol::request_plane::{
+    ErrorCode, Failed, FinishReason, Finished, MAX_FRAME_BYTES, Output, ServerFrame, TokenLogprobs, encode_frame,
+    server_frame::Body,
+};
+use tokio::sync::mpsc;
+
+use crate::drain::Admitted;
+use crate::engine::{EngineOutput, Finish};
+use crate::metrics::{Ending, Metrics, observe};
+
+/// Output frames a stream may send before it needs credit.
+pub(super) const INITIAL_CREDIT: u32 = 64;
+/// Most tokens in one Output: 4,096 tokens are 12 KB, or 1 MB with 20 alternatives each.
+const MAX_OUTPUT_TOKENS: usize = 4096;
+
+/// The open streams of a connection.
+pub(super) struct Streams {
+    open: HashMap<u64, Stream>,
+    ready: Arc<Ready>,
+    /// The ids taken from `ready` by the last poll.
+    taken: Vec<u64>,
+}
+
+/// Which streams have something, and whom to wake for them.
+#[derive(Default)]
+struct Ready {
+    ids: Mutex<Vec<u64>>,
+    connection: AtomicWaker,
+}
+
+/// Notes a stream as ready when its engine channel wakes it.
+struct Signal {
+    id: u64,
+    noted: AtomicBool,
+    ready: Arc<Ready>,
+}
+
+impl Wake for Signal {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if !self.noted.swap(true, Ordering::AcqRel) {
+            self.ready.ids.lock().push(self.id);
+            self.ready.connection.wake();
+        }
+    }
+}
+
+impl Streams {
+    pub(super) fn new() -> Self {
+        Self { open: HashMap::new(), ready: Arc::default(), taken: Vec::new() }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.open.len()
+    }
+
+    pub(super) fn contains(&self, id: u64) -> bool {
+        self.open.contains_key(&id)
+    }
+
+    /// Adds a stream, which is polled with the next turn.
+    pub(super) fn open(
+        &mut self,
+        id: u64,
+        outputs: mpsc::UnboundedReceiver<EngineOutput>,
+        account: Account,
+        admitted: Admitted,
+    ) {
+        let signal = Arc::new(Signal { id, noted: AtomicBool::new(false), ready: self.ready.clone() });
+        signal.wake_by_ref();
+        let waker = Waker::from(signal.clone());
+        let pending = Output::default();
+        self.open.insert(
+            id,
+            Stream { outputs, signal, waker, credit: INITIAL_CREDIT, pending, account, _admitted: admitted },
+        );
+    }
+
+    /// Drops a stream: the engine frees its blocks within one step. `false` when there is none of this id.
+    pub(super) fn cancel(&mut self, id: u64) -> bool {
+        self.open.remove(&id).is_some()
+    }
+
+    /// Ends a stream whose deadline has passed.
+    pub(super) fn pass_deadline(&mut self, id: u64, out: &mut BytesMut) {
+        if let Some(mut stream) = self.open.remove(&id) {
+            let failed = Failed { code: ErrorCode::Deadline.into(), message: "the request's deadline passed".into() };
+            stream.account.end(Ending::deadline);
+            encode_frame(&ServerFrame { stream_id: id, body: Some(Body::Failed(failed)) }, out);
+        }
+    }
+
+    /// The router has room for more frames of a stream. Unknown streams have just ended.
+    pub(super) fn add_credit(&mut self, id: u64, frames: u32) {
+        if let Some(stream) = self.open.get_mut(&id) {
+            stream.credit = stream.credit.saturating_add(frames);
+            stream.signal.wake_by_ref();
+        }
+    }
+
+    /// Ready when a stream may have something to write.
+    pub(super) fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if self.taken.is_empty() {
+            self.ready.connection.register(cx.waker());
+            std::mem::swap(&mut *self.ready.ids.lock(), &mut self.taken);
+        }
+        if self.taken.is_empty() { Poll::Pending } else { Poll::Ready(()) }
+    }
+
+    /// Writes what the ready streams have, at most one Output each.
+    pub(super) fn write_ready(&mut self, out: &mut BytesMut) {
+        for id in self.taken.drain(..) {
+            if let Some(stream) = self.open.get_mut(&id)
+                && stream.write_ready(id, out) == State::Ended
+            {
+                self.open.remove(&id);
+            }
+        }
+    }
+}
+
+#[derive(PartialEq)]
+enum State {
+    Open,
+    Ended,
+}
+
+/// One Generate stream. Dropping it cancels the request.
+struct Stream {
+    outputs: mpsc::UnboundedReceiver<EngineOutput>,
+    signal: Arc<Signal>,
+    waker: Waker,
+    credit: u32,
+    /// Tokens taken from the engine and not yet written; at most one while out of credit.
+    pending: Output,
+    account: Account,
+    _admitted: Admitted,
+}
+
+impl Stream {
+    fn write_ready(&mut self, id: u64, out: &mut BytesMut) -> State {
+        // Before polling: a wake-up from now on notes the stream again.
+        self.signal.noted.store(false, Ordering::Release);
+        let waker = self.waker.clone();
+        let mut cx = Context::from_waker(&waker);
+        let mut ended = None;
+        while ended.is_none() {
+            if self.credit == 0 && !self.pending.token_ids.is_empty() {
+                self.account.metrics.credit_stalls.inc();
+                return State::Open;
+            }
+            if self.pending.token_ids.len() >= MAX_OUTPUT_TOKENS {
+                // The rest follows in the next turn, after the other streams.
+                self.signal.wake_by_ref();
+                break;
+            }
+            match self.outputs.poll_recv(&mut cx) {
+                Poll::Ready(output) => ended = self.take(output),
+                Poll::Pending => break,
+            }
+        }
+        if !self.pending.token_ids.is_empty() {
+            self.credit -= 1;
+            let output = std::mem::take(&mut self.pending);
+            if output.encoded_len() > MAX_FRAME_BYTES - 64 {
+                ended =
+                    Some(self.fail(
+                        Ending::failed,
+                        format!("log-probabilities of over {MAX_FRAME_BYTES} bytes; ask for fewer"),
+                    ));
+            } else {
+                encode_frame(&ServerFrame { stream_id: id, body: Some(Body::Output(output)) }, out);
+            }
+        }
+        let Some(body) = ended else { return State::Open };
+        encode_frame(&ServerFrame { stream_id: id, body: Some(body) }, out);
+        State::Ended
+    }
+
+    /// Adds one engine output to `pending`; returns the last frame when the engine is done.
+    fn take(&mut self, output: Option<EngineOutput>) -> Option<Body> {
+        match output {
+            Some(EngineOutput::First { token, logprobs, reused_blocks, prompt_blocks, prompt_logprobs }) => {
+                observe(&self.account.metrics.time_to_first_token, self.account.arrived.elapsed());
+                self.pending.first = true;
+                self.pending.reused_blocks = reused_blocks as u32;
+                self.pending.prompt_blocks = prompt_blocks as u32;
+                self.pending.prompt_logprobs = prompt_logprobs;
+                self.push(token, logprobs);
+                None
+            }
+            Some(EngineOutput::Token { token, logprobs }) => {
+                self.push(token, logprobs);
+                None
+            }
+            Some(EngineOutput::Finished(finish)) => Some(Body::Finished(self.account.finish(finish))),
+            Some(EngineOutput::Failed(message)) => Some(self.fail(Ending::failed, message)),
+            None => Some(self.fail(Ending::failed, "the engine gave the request up".into())),
+        }
+    }
+
+    fn push(&mut self, token: u32, logprobs: Option<TokenLogprobs>) {
+        self.pending.token_ids.push(token);
+        self.pending.logprobs.extend(logprobs);
+        self.account.metrics.generation_tokens.inc();
+    }
+
+    fn fail(&mut self, ending: Ending, message: String) -> Body {
+        self.account.end(ending);
+        Body::Failed(Failed { code: ErrorCode::Engine.into(), message })
+    }
+}
+
+/// Counts a request once, however it ends; one that is dropped was cancelled.
+pub(super) struct Account {
+    metrics: Arc<Metrics>,
+    arrived: Instant,
+    ended: bool,
+}
+
+impl Account {
+    pub(super) fn new(metrics: Arc<Metrics>) -> Self {
+        Self { metrics, arrived: Instant::now(), ended: false }
+    }
+
+    fn finish(&mut self, finish: Finish) -> Finished {
+        self.end(match finish.reason {
+            FinishReason::Eos => Ending::eos,
+            FinishReason::Length => Ending::length,
+            FinishReason::StopString => Ending::stop_string,
+            FinishReason::StopToken => Ending::stop_token,
+            FinishReason::Cancelled | FinishReason::Unspecified => Ending::cancelled,
+        });
+        self.metrics.prompt_tokens.inc_by(finish.prompt_tokens as u64);
+        self.metrics.reused_tokens.inc_by(finish.reused_tokens as u64);
+        Finished {
+            reason: finish.reason.into(),
+            prompt_tokens: finish.prompt_tokens as u32,
+            completion_tokens: finish.completion_tokens as u32,
+            reused_tokens: finish.reused_tokens as u32,
+            stop_string: finish.stop_string.unwrap_or_default(),
+            stop_token: finish.stop_token.unwrap_or_default(),
+        }
+    }
+
+    fn end(&mut self, ending: Ending) {
+        if !std::mem::replace(&mut self.ended, true) {
+            self.metrics.request_ended(ending);
+            observe(&self.metrics.request_duration, self.arrived.elapsed());
+        }
+    }
+}
+
+impl Drop for Account {
+    fn drop(&mut self) {
+        self.end(Ending::cancelled);
+    }
+}

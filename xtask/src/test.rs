@@ -1,0 +1,175 @@
+//! `cargo xtask test`: stages from fast to slow, each preceded by the set-up it needs.
+//!
+//! Set-up comes first for all stages, so that a missing tool shows before minutes of tests, and so that the closing lines
+//! of the test runners stay at the end, where people and CI look.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+
+use crate::process::{binaries, cargo, command, root, run as run_command};
+use crate::{cluster, image, model, setup, tidy};
+
+/// Runs the tests.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Only this stage; may be given several times.
+    #[arg(long, value_enum)]
+    stage: Vec<Stage>,
+}
+
+/// A stage of the tests.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Stage {
+    /// Formatting, lints, documentation, repository rules, unit and property tests, doc tests.
+    Unit,
+    /// Real processes on loopback: `armature up`, kill tests, the official OpenAI client.
+    Integration,
+    /// Real pods in a real Kubernetes of two nodes.
+    Cluster,
+}
+
+impl Stage {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Unit => "unit",
+            Self::Integration => "integration",
+            Self::Cluster => "cluster",
+        }
+    }
+
+    fn prepare(self) -> anyhow::Result<()> {
+        match self {
+            Self::Unit => cluster::helm_binary().and_then(|_| setup::nextest()).map(drop),
+            Self::Integration => model::obtain().and_then(|_| client_environment()).map(drop),
+            Self::Cluster => cluster::prepare(),
+        }
+    }
+
+    fn test(self) -> anyhow::Result<()> {
+        match self {
+            Self::Unit => unit(),
+            Self::Integration => integration(),
+            Self::Cluster => in_cluster(),
+        }
+    }
+}
+
+/// Cargo features that switch on suites which need more than `cargo test`.
+const SUITES: &str = "integration-tests/processes,integration-tests/cluster";
+
+/// Runs the stages in order; the first failure ends the run.
+pub fn run(args: &Args) -> anyhow::Result<()> {
+    let all = [Stage::Unit, Stage::Integration, Stage::Cluster];
+    let stages: Vec<_> = all.into_iter().filter(|stage| args.stage.is_empty() || args.stage.contains(stage)).collect();
+    let mut times = Vec::new();
+    for stage in &stages {
+        timed(format!("set-up of {}", stage.name()), &mut times, || stage.prepare())?;
+    }
+    timed("build".into(), &mut times, || binaries().map(drop))?;
+    for (what, took) in &times {
+        println!("{what:<24}{:>7.1} s", took.as_secs_f64());
+    }
+    for stage in &stages {
+        println!("\n=== {} ===", stage.name());
+        timed(stage.name().into(), &mut times, || stage.test())?;
+    }
+    let shown: Vec<_> = times.iter().map(|(what, took)| format!("{what} {:.0} s", took.as_secs_f64())).collect();
+    println!("\nall stages passed: {}", shown.join(", "));
+    Ok(())
+}
+
+fn timed(
+    what: String,
+    times: &mut Vec<(String, Duration)>,
+    step: impl FnOnce() -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let start = Instant::now();
+    step().with_context(|| what.clone())?;
+    times.push((what, start.elapsed()));
+    Ok(())
+}
+
+fn unit() -> anyhow::Result<()> {
+    let workspace = ["--release", "--quiet", "--workspace", "--features", SUITES];
+    run_command(cargo().args(["fmt", "--all", "--check"]))?;
+    run_command(cargo().arg("clippy").args(workspace).args(["--all-targets", "--", "--deny", "warnings"]))?;
+    run_command(cargo().arg("doc").args(workspace).arg("--no-deps").env("RUSTDOCFLAGS", "--deny warnings"))?;
+    tidy::run()?;
+    run_command(&mut nextest(&["--workspace"])?)?;
+    run_command(cargo().args(["test", "--release", "--quiet", "--workspace", "--doc"]))
+}
+
+fn integration() -> anyhow::Result<()> {
+    let (model, binary) = (model::obtain()?, binaries()?.join("armature"));
+    let mut up = nextest(&["--workspace", "--features", "integration-tests/processes", "--test", "up"])?;
+    run_command(up.env("ARMATURE_BIN", &binary).env("ARMATURE_MODEL", &model))?;
+    let served = Served::start(&binary, &model)?;
+    let mut client = command(client_environment()?.join("pytest"));
+    client.args(["--quiet", "-p", "no:cacheprovider", "tests/openai_client"]).env("PYTHONDONTWRITEBYTECODE", "1");
+    run_command(client.env("ARMATURE_BASE_URL", &served.base_url))
+}
+
+/// `armature up`, for tests in other languages. Killed when dropped; its workers follow it.
+struct Served {
+    process: Child,
+    base_url: String,
+}
+
+impl Served {
+    fn start(binary: &Path, model: &Path) -> anyhow::Result<Self> {
+        let mut up = command(binary);
+        up.args(["up", "--port", "0", "--model"]).arg(model).stdout(Stdio::piped()).stdin(Stdio::null());
+        let mut process = up.spawn()?;
+        let output = BufReader::new(process.stdout.take().context("piped")?);
+        let mut served = Self { process, base_url: String::new() };
+        // The last line says that all is ready; `up` itself gives up when it takes too long.
+        for line in output.lines() {
+            let line = line?;
+            if line.starts_with("try ") {
+                let url =
+                    line.split_whitespace().find(|word| word.starts_with("http://")).context("no URL in the line")?;
+                served.base_url = url.trim_end_matches("/chat/completions").to_owned();
+                return Ok(served);
+            }
+        }
+        bail!("`armature up` ended: {}", served.process.wait()?)
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        // One that has ended by itself is as good.
+        let _ = self.process.kill().and_then(|()| self.process.wait());
+    }
+}
+
+/// The cluster goes down whether or not the tests pass; its logs are shown by the tests that fail.
+fn in_cluster() -> anyhow::Result<()> {
+    let (model, bin) = (model::obtain()?, binaries()?);
+    let tar = crate::process::target().join("armature-test-image.tar");
+    image::product(&bin.join("armature"), image::NAME, &tar)?;
+    cluster::down()?;
+    cluster::up(2)?;
+    let tested = cluster::load_image(&tar).and_then(|()| {
+        let mut suite = nextest(&["--workspace", "--features", "integration-tests/cluster", "--test", "cluster"])?;
+        run_command(suite.env("ARMATURE_MODEL", model).env("ARMATURE_XTASK", std::env::current_exe()?))
+    });
+    let ended = cluster::down();
+    tested.and(ended)
+}
+
+/// The test runner; its profile is in .config/nextest.toml.
+fn nextest(selection: &[&str]) -> anyhow::Result<std::process::Command> {
+    let mut nextest = command(setup::nextest()?);
+    nextest.args(["nextest", "run", "--release", "--cargo-quiet"]).args(selection);
+    Ok(nextest)
+}
+
+fn client_environment() -> anyhow::Result<PathBuf> {
+    let list = std::fs::read_to_string(root().join("tests/openai_client/requirements.txt"))?;
+    setup::python("openai-client", &list.lines().filter(|line| !line.trim().is_empty()).collect::<Vec<_>>())
+}
