@@ -51,8 +51,9 @@ impl Command {
     /// What is logged when RUST_LOG does not say.
     pub fn default_log_filter(&self) -> &'static str {
         match self {
-            Self::Up(_) => "warn",
-            _ => "info",
+            // zeromq warns at every attempt to reach a worker that has gone; discovery says so once.
+            Self::Up(_) => "warn,zeromq=error",
+            _ => "info,zeromq=error",
         }
     }
 }

@@ -3,6 +3,8 @@
 //! Types, schema and validation rules only; no client and no behaviour. The YAML files beside this crate are generated and
 //! committed: `kubectl apply --server-side -f crds/`.
 
+#![allow(clippy::duplicated_attributes, reason = "columns of a table may have the same type")]
+
 pub mod model_deployment;
 pub mod quantity;
 pub mod source;

@@ -52,12 +52,12 @@ enum Failure {
 impl Dispatcher {
     pub(crate) fn new(cluster: Arc<Cluster>, settings: &Settings) -> Self {
         let placement = Arc::new(Placement::new(settings.mode, settings.cost, cluster.metrics.in_flight.clone()));
-        let (match_prefixes, mode) = match settings.mode {
-            Mode::Kv => (settings.kv_events, "kv"),
-            Mode::RoundRobin => (settings.kv_events, "round-robin"),
-            Mode::Random => (settings.kv_events, "random"),
+        let mode = match settings.mode {
+            Mode::Kv => "kv",
+            Mode::RoundRobin => "round-robin",
+            Mode::Random => "random",
         };
-        Self { cluster, placement, deadlines: settings.deadlines, match_prefixes, mode }
+        Self { cluster, placement, deadlines: settings.deadlines, match_prefixes: settings.kv_events, mode }
     }
 
     /// Every rank of every worker whose model is loaded.

@@ -1,7 +1,7 @@
 //! The HTTP server: accept loop, connection limits, drain. What is served is in the modules below.
 //!
-//! Connections are accepted by our own loop, because of `TCP_NODELAY`, the connection limit, the header timeout and a drain
-//! that ends. HTTP/1 and HTTP/2 without TLS share the port.
+//! Connections are accepted by our own loop, because of `TCP_NODELAY`, the connection limit, the header timeout and a
+//! drain that ends. HTTP/1 and HTTP/2 without TLS share the port.
 
 mod body;
 mod generate;
@@ -38,7 +38,8 @@ pub struct FrontendConfig {
         value_parser = at_least_one)]
     pub max_choices: usize,
 
-    /// Silence on a stream after which a comment is sent, in milliseconds; also the longest that a stream's head waits for the first token
+    /// Silence on a stream after which a comment is sent, in milliseconds; also the longest that a stream's head
+    /// waits for the first token
     #[arg(long, env = "ARMATURE_KEEP_ALIVE_MS", default_value_t = FrontendConfig::default().keep_alive_ms,
         value_parser = clap::value_parser!(u64).range(10..))]
     pub keep_alive_ms: u64,

@@ -1,12 +1,14 @@
 //! What the frontend knows of a model: its tokenizer, its chat template, and its vocabulary.
 //!
-//! Built once per distinct set of files from what a worker serves over the request plane; immutable and shared afterwards.
-//! Nothing here touches the network or the disk.
+//! Built once per distinct set of files from what a worker serves over the request plane; immutable and shared
+//! afterwards. Nothing here touches the network or the disk.
 
+pub mod bpe;
 pub mod chat_template;
 pub mod detokenizer;
 pub mod segments;
 pub mod tokenizer;
+pub mod tokenizer_json;
 pub mod vocabulary;
 
 use std::borrow::Cow;
@@ -17,6 +19,7 @@ use protocol::metadata::ModelCard;
 use chat_template::{ChatTemplate, TemplateError, TemplateInput};
 use segments::{Piece, SegmentCache, SpecialScanner};
 use tokenizer::{Tokenizer, TokenizerError};
+use tokenizer_json::TokenizerJson;
 use vocabulary::Vocabulary;
 
 /// The files of a model that a router needs, as fetched from a worker.
@@ -76,12 +79,12 @@ const SEGMENT_CACHE_BYTES: usize = 64 << 20;
 impl Model {
     /// Builds a model from its files. Cost: 0.1 to 0.4 s of CPU; call it on a blocking thread.
     pub fn load(files: ModelFiles, card: &ModelCard) -> Result<Model, ModelError> {
-        let mut file: serde_json::Value =
-            serde_json::from_slice(&files.tokenizer_json).map_err(|e| ModelError::Tokenizer(e.to_string()))?;
+        let file = TokenizerJson::parse(&files.tokenizer_json)?;
+        let vocabulary = Arc::new(Vocabulary::new(&file)?);
+        let first_prefix = tokenizer::has_first_prefix(&file.pre_tokenizer);
+        let tokenizer = tokenizer::choose(&files.tokenizer_json, &file, &vocabulary)?;
+        drop(file);
         drop(files.tokenizer_json);
-        let vocabulary = Arc::new(Vocabulary::from_json(&file)?);
-        let first_prefix = tokenizer::take_first_prefix(&mut file);
-        let tokenizer = tokenizer::choose(file)?;
         give_back_freed_memory();
         let roles = files.special_tokens.as_deref().map_or(Ok(Vec::new()), special_token_roles)?;
         let chat_template = files

@@ -1,4 +1,5 @@
-//! From a request to what workers need: templating, tokenizing, and the checks that depend on tokens. Pure and synchronous.
+//! From a request to what workers need: templating, tokenizing, and the checks that depend on tokens. Pure and
+//! synchronous.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -25,8 +26,8 @@ pub struct Prepared {
     pub echo: Vec<String>,
 }
 
-/// Templates, tokenizes and checks a request. Cost: a few µs, and for long prompts about 0.1 ms for each KB that no cached
-/// segment covers.
+/// Templates, tokenizes and checks a request. Cost: a few µs, and for long prompts about 0.1 ms for each KB that no
+/// cached segment covers.
 pub fn prepare(
     served: &ServedModel,
     request: &Request,
@@ -143,7 +144,8 @@ fn content(content: &MessageContent) -> Content {
     }
 }
 
-/// The other fields of a message. Templates want a tool call's arguments as an object; the API carries them as a string.
+/// The other fields of a message. Templates want a tool call's arguments as an object; the API carries them as a
+/// string.
 fn fields(message: &Message, at: usize) -> Result<Vec<(&str, Cow<'_, Value>)>, ApiError> {
     let mut fields = Vec::with_capacity(message.fields.len());
     for (name, value) in &message.fields {

@@ -1,8 +1,8 @@
 //! From workers' tokens to the client's answer: text, stop strings, events, or one whole response.
 //!
-//! A [`choice::Choice`] turns one token stream into text deltas. [`events::EventStream`] sends the deltas of all choices of a
-//! request as server-sent events; [`whole`] waits for all of them. Both are polled by the connection itself: no task and no
-//! channel lies between a worker's frame and the client's.
+//! A [`choice::Choice`] turns one token stream into text deltas. [`events::EventStream`] sends the deltas of all
+//! choices of a request as server-sent events; [`whole`] waits for all of them. Both are polled by the connection
+//! itself: no task and no channel lies between a worker's frame and the client's.
 
 pub mod choice;
 pub mod encode;
@@ -18,6 +18,25 @@ use tokio_util::sync::CancellationToken;
 use crate::http::metrics::RequestGuard;
 use crate::openai::error::ApiError;
 use choice::Choice;
+
+/// Who serves a request.
+#[derive(Clone, Debug)]
+pub struct ServedBy {
+    /// Name of the worker.
+    pub name: String,
+    /// Its instance id.
+    pub id: u64,
+    /// Prompt blocks that the router expects it to reuse.
+    pub overlap_blocks: u32,
+}
+
+/// A request that workers have taken.
+pub struct Started {
+    /// Who serves its first choice.
+    pub served_by: ServedBy,
+    /// Its answers in the making, in groups of `n` for each prompt.
+    pub choices: Vec<Choice>,
+}
 
 /// Waits until every choice has ended. `abort` ends the wait when the process must go.
 pub async fn whole(

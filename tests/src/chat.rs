@@ -107,3 +107,11 @@ pub fn read_stream(text: &str, worker: String) -> anyhow::Result<Answer> {
 pub fn message(role: &str, content: &str) -> Value {
     json!({"role": role, "content": content})
 }
+
+/// The first turn of a conversation that shares no block with another one: several blocks of 16 tokens, different from the
+/// first on. (A chat template may begin with a system message of its own, which all conversations without one share.)
+pub fn story(number: usize) -> Vec<Value> {
+    let sentence = "Anna went to the market and bought some apples. ".repeat(8);
+    let question = format!("{sentence}Who went to the market, and what did they buy there?");
+    vec![message("system", &format!("{number} is the number of this story.")), message("user", &question)]
+}

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use integration_tests::chat::{Answer, message};
+use integration_tests::chat::{message, story};
 use integration_tests::cluster::{Service, apply, inside, kubectl, objects, ready_pods};
 use integration_tests::process::model;
 use integration_tests::wait::until;
@@ -22,6 +22,18 @@ const ROLLOUT: Duration = Duration::from_secs(90);
 async fn a_model_on_kubernetes_from_install_to_uninstall() {
     kubectl(&["create", "namespace", DEMO]).await.expect("created");
     apply(&model_volume(&model())).await.expect("a volume with the model");
+    kubectl(&[
+        "wait",
+        "pvc/models",
+        "--namespace",
+        DEMO,
+        "--for",
+        "jsonpath={.status.phase}=Bound",
+        "--timeout",
+        "60s",
+    ])
+    .await
+    .expect("bound");
     let before = inventory().await;
 
     let chat = step("helm install to the first token", install()).await;
@@ -86,24 +98,24 @@ async fn install() -> Service {
 }
 
 async fn conversations(chat: &Service) {
-    let mut workers = BTreeSet::new();
-    for number in 0..6 {
-        let mut messages = vec![message("user", &story(number))];
+    // At the same time, so that load spreads them.
+    let turn = |number| async move {
+        let mut messages = story(number);
         let first = chat.chat("chat", &messages, 8).await.expect("first turn");
         messages.extend([message("assistant", &first.text), message("user", "And what was the price?")]);
+        (first.worker, messages)
+    };
+    let conversations = futures::future::join_all((1..=6).map(turn)).await;
+    let workers: BTreeSet<_> = conversations.iter().map(|(worker, _)| worker).collect();
+    assert_eq!(workers.len(), 2, "conversations are spread over both workers");
+    for (worker, messages) in &conversations {
         // Two routers see the first turn's blocks a moment after it ended.
         let second = until("the second turn on the first one's worker", Duration::from_secs(20), || async {
-            let second = chat.chat("chat", &messages, 2).await.map_err(|error| error.to_string())?;
-            if second.worker == first.worker {
-                Ok(second)
-            } else {
-                Err(format!("{} then {}", first.worker, second.worker))
-            }
+            let second = chat.chat("chat", messages, 2).await.map_err(|error| error.to_string())?;
+            if second.worker == *worker { Ok(second) } else { Err(format!("{worker} then {}", second.worker)) }
         });
         assert!(second.await.cached_tokens() >= 96, "the story has more than six blocks");
-        workers.insert(first.worker);
     }
-    assert_eq!(workers.len(), 2, "conversations are spread over both workers");
 }
 
 /// Requests one after the other until `step` is done; none may fail.
@@ -144,8 +156,11 @@ async fn deleted_worker(chat: &Service) {
     let fresh = pods.into_iter().find(|pod| !before.contains(pod)).expect("a new one");
     let number = AtomicUsize::new(100);
     until("an answer from the new worker", ROLLOUT, || async {
-        let answer = chat.chat("chat", &[message("user", &story(number.fetch_add(1, Relaxed)))], 1).await?;
-        if served_by(&answer, &fresh) { Ok(()) } else { Err(anyhow::anyhow!("{} answered", answer.worker)) }
+        let first = number.fetch_add(4, Relaxed);
+        let stories: Vec<_> = (first..first + 4).map(story).collect();
+        let answers = futures::future::join_all(stories.iter().map(|story| chat.chat("chat", story, 8))).await;
+        let workers: Vec<_> = answers.into_iter().flatten().map(|answer| answer.worker).collect();
+        if workers.contains(&fresh) { Ok(()) } else { Err(anyhow::anyhow!("{workers:?} answered")) }
     })
     .await;
 }
@@ -195,7 +210,7 @@ async fn second_deployment(chat: &Service) {
     });
     let (other, answer) = other.await;
     let theirs = ready_pods(DEMO, "armature.dev/deployment=other,armature.dev/pool").await.expect("listed");
-    assert!(theirs.iter().any(|pod| served_by(&answer, pod)), "{answer:?}, {theirs:?}");
+    assert!(theirs.contains(&answer.worker), "{answer:?}, {theirs:?}");
     for (service, own, foreign) in [(chat, "chat", "other"), (&other, "other", "chat")] {
         let models = service.get("/v1/models").await.expect("listed");
         assert!(models.contains(&format!("{own:?}")) && !models.contains(&format!("{foreign:?}")), "{models}");
@@ -241,11 +256,6 @@ async fn inventory() -> BTreeSet<String> {
     names.lines().map(str::to_owned).collect()
 }
 
-/// The header names the pod.
-fn served_by(answer: &Answer, pod: &str) -> bool {
-    answer.worker.contains(pod)
-}
-
 /// A claim `models` on the folder that the model is in.
 fn model_volume(model: &Path) -> String {
     let folder = model.parent().expect("a file has a folder").display();
@@ -286,10 +296,4 @@ spec:
   pools: {pools}
 "
     )
-}
-
-/// Long enough for several blocks of 16 tokens, and different from its first block on.
-fn story(number: usize) -> String {
-    let sentence = "Anna went to the market and bought some apples. ".repeat(8);
-    format!("This is story number {number}. {sentence}Who went to the market, and what did they buy there?")
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
 use hyper::{Method, StatusCode};
-use integration_tests::chat::{Answer, Router, message};
+use integration_tests::chat::{Answer, Router, message, story};
 use integration_tests::process::{Armature, Ended, model, runs, signal_process};
 use integration_tests::wait::until;
 use rustix::process::Signal;
@@ -42,32 +42,30 @@ impl System {
     }
 }
 
-/// Long enough for several blocks of 16 tokens.
-fn story(number: usize) -> String {
-    format!(
-        "This is story number {number}. {}Who went to the market, and what did they buy there?",
-        "Anna went to the market and bought some apples. ".repeat(8)
-    )
-}
-
 #[tokio::test]
 async fn the_second_turn_goes_where_the_first_one_was_and_reuses_its_blocks() {
     let system = System::start(2).await;
-    let mut workers = BTreeSet::new();
-    for number in 0..6 {
-        let mut messages = vec![message("user", &story(number))];
-        let first = system.router.chat(MODEL, &messages, 16).await.expect("first turn");
-        assert!(!first.text.is_empty() && first.finish_reason == "length", "{first:?}");
+    let router = &system.router;
+    // At the same time, so that load spreads them.
+    let turn = |number| async move {
+        let mut messages = story(number);
+        let first = router.chat(MODEL, &messages, 16).await.expect("first turn");
+        assert!(!first.text.is_empty() && !first.finish_reason.is_empty(), "{first:?}");
         messages.extend([message("assistant", &first.text), message("user", "And what was the price?")]);
-        // The worker's event is on its way while the second turn is sent; a client is rarely that fast.
-        let cached = until("the first turn's blocks in the router's index", Duration::from_secs(10), || async {
-            let second = system.router.chat(MODEL, &messages, 4).await.map_err(|error| error.to_string())?;
-            if second.worker == first.worker { Ok(second.cached_tokens()) } else { Err(format!("{second:?}")) }
-        });
-        assert!(cached.await >= 96, "the story has more than six blocks");
-        workers.insert(first.worker);
-    }
+        (first.worker, messages)
+    };
+    let conversations = [turn(1), turn(2), turn(3), turn(4), turn(5), turn(6)];
+    let conversations = futures::future::join_all(conversations).await;
+    let workers: BTreeSet<_> = conversations.iter().map(|(worker, _)| worker).collect();
     assert_eq!(workers.len(), 2, "different conversations are spread over both workers: {workers:?}");
+    for (worker, messages) in &conversations {
+        // The worker's events are on their way while the second turn is sent; a client is rarely that fast.
+        let second = until("the second turn on the first one's worker", Duration::from_secs(10), || async {
+            let second = router.chat(MODEL, messages, 4).await.map_err(|error| error.to_string())?;
+            if second.worker == *worker { Ok(second) } else { Err(format!("{worker} then {}", second.worker)) }
+        });
+        assert!(second.await.cached_tokens() >= 96, "the story has more than six blocks");
+    }
 }
 
 #[tokio::test]
@@ -89,10 +87,12 @@ async fn a_killed_worker_is_replaced_while_traffic_goes_on() {
     let served_by = Mutex::new(BTreeSet::new());
     let number = AtomicUsize::new(0);
     until("answers from two workers", START, || async {
-        let question = story(number.fetch_add(1, Relaxed));
-        let answer = system.ask(&question, 2).await.map_err(|error| error.to_string())?;
+        let first = number.fetch_add(4, Relaxed);
+        let stories: Vec<_> = (first..first + 4).map(story).collect();
+        // At the same time, so that load spreads them.
+        let answers = futures::future::join_all(stories.iter().map(|story| system.router.chat(MODEL, story, 8))).await;
         let mut served_by = served_by.lock().expect("not poisoned");
-        served_by.insert(answer.worker);
+        served_by.extend(answers.into_iter().flatten().map(|answer| answer.worker));
         if served_by.len() == 2 { Ok(()) } else { Err(format!("{served_by:?}")) }
     })
     .await;

@@ -178,7 +178,7 @@ pub enum Entry {
     /// A file.
     File(FileEntry),
     /// An object.
-    Kubernetes(KubernetesEntry),
+    Kubernetes(Box<KubernetesEntry>),
 }
 
 impl Entry {
@@ -190,7 +190,7 @@ impl Entry {
                 let client = kube::Client::try_default().await;
                 let source =
                     |source| RegistrationError::Kubernetes { name: pod.name.clone(), source: Box::new(source) };
-                Ok(Self::Kubernetes(KubernetesEntry::new(client.map_err(source)?, pod.clone())))
+                Ok(Self::Kubernetes(Box::new(KubernetesEntry::new(client.map_err(source)?, pod.clone()))))
             }
         }
     }

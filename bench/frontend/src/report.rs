@@ -40,7 +40,7 @@ fn print(results: &[Value], columns: &[&str], name: impl Fn(&Value) -> Option<St
 fn spread(mut values: Vec<f64>) -> String {
     values.sort_by(f64::total_cmp);
     let (Some(least), Some(greatest)) = (values.first(), values.last()) else { return "-".into() };
-    let digits = if *greatest >= 100.0 { 0 } else { 2 };
+    let digits = if *greatest >= 100.0 || values.iter().all(|value| value.fract() == 0.0) { 0 } else { 2 };
     let show = |value: f64| format!("{value:.digits$}");
     let median = show(values[values.len() / 2]);
     if show(*least) == show(*greatest) { median } else { format!("{median} ({}-{})", show(*least), show(*greatest)) }
@@ -52,8 +52,8 @@ mod tests {
 
     #[test]
     fn a_cell_shows_median_and_spread() {
-        assert_eq!(spread(vec![3.0, 1.0, 2.0]), "2.00 (1.00-3.00)");
+        assert_eq!(spread(vec![3.5, 1.0, 2.0]), "2.00 (1.00-3.50)");
         assert_eq!(spread(vec![100.2, 100.4]), "100");
-        assert_eq!(spread(vec![]), "-");
+        assert_eq!((spread(vec![0.0, 0.0]), spread(vec![])), ("0".into(), "-".into()));
     }
 }

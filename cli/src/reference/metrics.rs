@@ -36,9 +36,9 @@ fn router() -> String {
     frontend.register(&mut registry);
     RequestGuard::new(frontend, Endpoint::Chat).admitted("model", 1);
     let core = CoreMetrics::register(&mut registry);
-    core.decisions.get_or_create(&DecisionLabels { mode: "kv" });
+    drop(core.decisions.get_or_create(&DecisionLabels { mode: "kv" }));
     for family in [&core.retries, &core.events_refused, &core.recoveries] {
-        family.get_or_create(&ReasonLabels { reason: "" });
+        drop(family.get_or_create(&ReasonLabels { reason: "" }));
     }
     let mut text = String::new();
     // Writing into a String cannot fail.

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use indicatif::{HumanBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{DecimalBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use worker_agent::source::{Cache, ModelSource, Progress, obtain as obtain_source};
 
 use crate::commands::worker;
@@ -24,6 +24,11 @@ pub async fn obtain(source: &ModelSource, cache: &Cache) -> Result<PathBuf, Fail
     bar.finish_and_clear();
     let file = file.map_err(worker::source_failure)?;
     let bytes = std::fs::metadata(&file)?.len();
-    println!("model    {}  {}", worker::title(&file)?, HumanBytes(bytes));
+    let title = match source {
+        // Inside the file it has its training run's name.
+        ModelSource::Default => worker::title(&file).map(|_| "SmolLM2-135M-Instruct".to_owned())?,
+        _ => worker::title(&file)?,
+    };
+    println!("model    {title}  {}", DecimalBytes(bytes));
     Ok(file)
 }

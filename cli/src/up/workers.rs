@@ -111,7 +111,7 @@ impl Worker {
             command.env_remove(variable);
         }
         if std::env::var_os("RUST_LOG").is_none() {
-            command.env("RUST_LOG", "warn");
+            command.env("RUST_LOG", "warn,zeromq=error");
         }
         command.spawn()
     }

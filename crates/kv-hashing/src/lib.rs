@@ -6,6 +6,7 @@
 
 use std::num::NonZeroU32;
 
+use smallvec::SmallVec;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 /// Seed of every block and sequence hash (Dynamo's default).
@@ -76,19 +77,19 @@ impl HashSpace {
     ///
     /// `media` are the multimodal hashes inside the block; they are sorted first, so their order does not matter.
     pub fn block(self, tokens: &[u32], media: &[u64]) -> BlockHash {
-        // 64 tokens (256 bytes) is the largest common block; longer ones spill to the heap.
-        let mut bytes: smallbuf::Bytes = smallbuf::Bytes::with_capacity(tokens.len() * 4 + media.len() * 8);
+        // 512 bytes hold the largest common block (64 tokens) and 32 media hashes; more spills to the heap.
+        let mut bytes: SmallVec<[u8; 512]> = SmallVec::with_capacity(tokens.len() * 4 + media.len() * 8);
         for token in tokens {
-            bytes.extend(&token.to_le_bytes());
+            bytes.extend_from_slice(&token.to_le_bytes());
         }
         if !media.is_empty() {
             let mut sorted = media.to_vec();
             sorted.sort_unstable();
             for hash in sorted {
-                bytes.extend(&hash.to_le_bytes());
+                bytes.extend_from_slice(&hash.to_le_bytes());
             }
         }
-        BlockHash(xxh3_64_with_seed(bytes.as_slice(), self.seed))
+        BlockHash(xxh3_64_with_seed(&bytes, self.seed))
     }
 
     /// Hashes of the full blocks of `tokens`; a last partial block has none. Cost: about 0.5 ns a token.
@@ -132,38 +133,4 @@ pub fn media_hash(identifier: &str) -> u64 {
         return u64::from_str_radix(&identifier[..16], 16).unwrap_or_else(|_| xxh3_64(identifier.as_bytes()));
     }
     xxh3_64(identifier.as_bytes())
-}
-
-/// A byte buffer that stays on the stack up to the size of a common block.
-mod smallbuf {
-    /// 512 bytes: a block of 64 tokens (256 bytes) and 32 media hashes.
-    const INLINE: usize = 512;
-
-    pub(crate) enum Bytes {
-        Stack([u8; INLINE], usize),
-        Heap(Vec<u8>),
-    }
-
-    impl Bytes {
-        pub(crate) fn with_capacity(bytes: usize) -> Self {
-            if bytes <= INLINE { Self::Stack([0; INLINE], 0) } else { Self::Heap(Vec::with_capacity(bytes)) }
-        }
-
-        pub(crate) fn extend(&mut self, part: &[u8]) {
-            match self {
-                Self::Stack(buffer, len) => {
-                    buffer[*len..*len + part.len()].copy_from_slice(part);
-                    *len += part.len();
-                }
-                Self::Heap(buffer) => buffer.extend_from_slice(part),
-            }
-        }
-
-        pub(crate) fn as_slice(&self) -> &[u8] {
-            match self {
-                Self::Stack(buffer, len) => &buffer[..*len],
-                Self::Heap(buffer) => buffer,
-            }
-        }
-    }
 }

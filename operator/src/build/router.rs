@@ -18,8 +18,10 @@ use crate::validate::ValidDeployment;
 pub const HTTP_PORT: i32 = 8000;
 /// Seconds a router keeps serving after its end was asked for, so that no proxy sends new connections to a closed port.
 const PRE_STOP_S: i64 = 3;
-/// Seconds a router gets to finish its streams, the above included.
-const GRACE_S: i64 = 600;
+/// Seconds a router gets to finish its streams once it has stopped accepting requests.
+const DRAIN_S: i64 = 300;
+/// Seconds until it is killed: the two above, and time to exit.
+const GRACE_S: i64 = PRE_STOP_S + DRAIN_S + 10;
 /// Seconds without progress after which a rollout counts as stalled.
 const PROGRESS_DEADLINE_S: i32 = 300;
 
@@ -98,6 +100,7 @@ fn args(deployment: &ValidDeployment<'_>, router: &Router) -> Vec<String> {
         "--discovery-backend=kubernetes".into(),
         format!("--namespace={}", deployment.namespace),
         format!("--deployment={}", deployment.name),
+        format!("--drain-timeout-s={DRAIN_S}"),
     ];
     if let Some(mode) = router.mode {
         args.push(format!("--router-mode={}", mode.as_str()));

@@ -23,8 +23,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-/// Longest wait for anything.
-const DEADLINE: Duration = Duration::from_secs(60);
+/// Longest wait for anything. The garbage collector may first have to learn of definitions that have just been applied.
+const DEADLINE: Duration = Duration::from_secs(120);
 
 /// A namespaced object.
 pub trait Object:
@@ -88,11 +88,12 @@ impl Server {
         self.client.request::<Value>(request.expect("a valid request")).await.map(|_| ())
     }
 
-    /// Changes the spec as its author.
+    /// Replaces the spec as `kubectl replace` does.
     pub async fn replace(&self, name: &str, spec: &Value) {
-        let params = PatchParams::apply("person").force();
-        let object = object(name, spec);
-        self.api::<ModelDeployment>().patch(name, &params, &Patch::Apply(&object)).await.expect("applied");
+        let mut object = self.deployment(name).await;
+        object.spec = serde_json::from_value(spec.clone()).expect("a spec");
+        object.metadata.managed_fields = None;
+        self.api::<ModelDeployment>().replace(name, &PostParams::default(), &object).await.expect("replaced");
     }
 
     pub async fn deployment(&self, name: &str) -> ModelDeployment {
@@ -186,7 +187,7 @@ impl Running {
         stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await.expect("written");
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await.expect("read");
-        answer.contains("armature_operator_leader 1")
+        answer.contains("\narmature_operator_leader 1\n")
     }
 
     pub async fn stop(self) -> Result<(), OperatorError> {

@@ -14,6 +14,7 @@ use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::api::{Api, ApiResource, DynamicObject};
 use kube::{Client, Config};
+use tokio::time::{Instant, sleep};
 
 use super::{DiscoveryError, Sink};
 use join::{ready_endpoints, ready_pod, registration};
@@ -24,6 +25,9 @@ const CONNECT: Duration = Duration::from_secs(5);
 
 /// Longest silence on a connection to the API server; above the 60 s of a watch.
 const READ: Duration = Duration::from_secs(70);
+
+/// Changes within this time make one view: a rollout of hundreds of pods must not make hundreds of each.
+const QUIET: Duration = Duration::from_millis(20);
 
 /// A client from the pod's service account or the kubeconfig.
 pub(super) async fn client() -> Result<Client, DiscoveryError> {
@@ -46,11 +50,20 @@ pub(super) async fn run(client: Client, namespace: Option<String>, deployment: O
     let mut objects = watch("DynamoWorkerMetadata", objects, None, registration);
     let mut slices = watch("EndpointSlice", slices, Some(slice_selector), ready_endpoints);
     let mut pods = watch("Pod", pods, Some(pod_selector), ready_pod);
+    let mut quiet = Box::pin(sleep(QUIET));
     loop {
-        tokio::select! {
-            () = objects.changed() => {}
-            () = slices.changed() => {}
-            () = pods.changed() => {}
+        let mut changed = false;
+        loop {
+            tokio::select! {
+                () = objects.changed() => {}
+                () = slices.changed() => {}
+                () = pods.changed() => {}
+                () = &mut quiet, if changed => break,
+            }
+            if !changed {
+                changed = true;
+                quiet.as_mut().reset(Instant::now() + QUIET);
+            }
         }
         if let (Some(objects), Some(slices), Some(pods)) = (objects.list(), slices.list(), pods.list()) {
             let visible = join::visible(objects.values(), slices.values(), pods.values());

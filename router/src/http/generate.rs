@@ -8,6 +8,7 @@ use futures::future::try_join_all;
 use hyper::body::Incoming;
 use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use hyper::{Request, Response, StatusCode};
+use protocol::request_plane::Generate;
 
 use super::body::{self, ResponseBody};
 use super::metrics::RequestGuard;
@@ -19,7 +20,7 @@ use crate::preprocess::{Prepared, prepare};
 use crate::stream::choice::{Choice, Echo};
 use crate::stream::encode::{Encoder, Usage};
 use crate::stream::events::EventStream;
-use crate::stream::whole;
+use crate::stream::{ServedBy, Started, whole};
 
 /// Name of the worker, in answers; instance id of the worker wanted, in requests.
 const WORKER: HeaderName = HeaderName::from_static("x-armature-worker");
@@ -30,13 +31,6 @@ const REUSED_BLOCKS: HeaderName = HeaderName::from_static("x-armature-reused-blo
 
 /// Bodies above this are read and tokenized on a blocking thread: about 1 ms of work.
 const INLINE_BYTES: usize = 32 << 10;
-
-/// Who serves a request, for the headers.
-struct ServedBy {
-    name: String,
-    id: u64,
-    overlap_blocks: u32,
-}
 
 impl<B: Backend> Frontend<B> {
     /// Serves one request of a generating endpoint.
@@ -71,9 +65,6 @@ impl<B: Backend> Frontend<B> {
             guard.admitted(&served.card.display_name, prompts.iter().sum());
         }
         let id = format!("{}{:032x}", endpoint.id_prefix(), rand::random::<u128>());
-        let routed = self.dispatch(prepared.generates(&id, &served, endpoint)?, options).await?;
-        let served_by = served_by(&routed);
-        let choices = choices(routed, &served, &prepared);
         let encoder = Encoder::new(
             endpoint,
             &id,
@@ -82,27 +73,46 @@ impl<B: Backend> Frontend<B> {
             served.model.vocabulary().clone(),
             (prepared.params.logprobs.is_some(), prepared.params.stream && prepared.params.include_usage),
         );
-        let n = prepared.params.n;
+        let (n, stream) = (prepared.params.n, prepared.params.stream);
+        let generates = prepared.generates(&id, &served, endpoint)?;
         let Some(mut guard) = guard.take() else { return Err(ApiError::internal("the request has ended already")) };
-        if prepared.params.stream {
+        let starting = start(self.backend.clone(), generates, options, served, prepared);
+        if stream {
             let keep_alive = Duration::from_millis(self.config.keep_alive_ms);
-            let mut events = EventStream::new(choices, encoder, (prompts, n), guard, keep_alive, &self.abort);
+            let starting = Box::pin(starting);
+            let mut events = EventStream::new(starting, encoder, (prompts, n), guard, keep_alive, &self.abort);
             events.begin().await?;
-            let reused = events.reused_blocks();
-            return Ok(stream_response(events, &served_by, reused));
+            return Ok(stream_response(events));
         }
-        let mut choices = choices;
-        if let Err(error) = whole(&mut choices, &mut guard, &self.abort).await {
-            guard.finish(error.label);
-            return Err(error);
+        match self.whole_answer(starting, &mut guard).await {
+            Ok(Started { served_by, choices }) => {
+                let usage = Usage::of(prompts, &choices, n);
+                guard.usage(&usage);
+                guard.finish("success");
+                let mut response = json_response(StatusCode::OK, encoder.response(&choices, &usage));
+                let reused = choices.first().and_then(Choice::reused_blocks);
+                worker_headers(response.headers_mut(), &served_by, reused);
+                Ok(response)
+            }
+            Err(error) => {
+                guard.finish(error.label);
+                Err(error)
+            }
         }
-        let usage = Usage::of(prompts, &choices, n);
-        guard.usage(&usage);
-        guard.finish("success");
-        let mut response = json_response(StatusCode::OK, encoder.response(&choices, &usage));
-        let reused = choices.first().and_then(Choice::reused_blocks);
-        worker_headers(response.headers_mut(), &served_by, reused);
-        Ok(response)
+    }
+
+    async fn whole_answer(
+        &self,
+        starting: impl Future<Output = Result<Started, ApiError>>,
+        guard: &mut RequestGuard,
+    ) -> Result<Started, ApiError> {
+        let mut started = tokio::select! {
+            biased;
+            started = starting => started?,
+            () = self.abort.cancelled() => return Err(ApiError::shutting_down()),
+        };
+        whole(&mut started.choices, guard, &self.abort).await?;
+        Ok(started)
     }
 
     /// Reads, checks and tokenizes a body; no worker is involved yet.
@@ -123,15 +133,22 @@ impl<B: Backend> Frontend<B> {
             Err(error) => Err(ApiError::internal(format!("preprocessing failed: {error}"))),
         }
     }
+}
 
-    async fn dispatch(
-        &self,
-        generates: Vec<protocol::request_plane::Generate>,
-        options: RouteOptions,
-    ) -> Result<Vec<Routed>, ApiError> {
-        let started = generates.into_iter().map(|generate| self.backend.generate(generate, options.clone()));
-        Ok(try_join_all(started).await?)
-    }
+/// Has workers take the request: one `Generate` for each choice.
+async fn start<B: Backend>(
+    backend: Arc<B>,
+    generates: Vec<Generate>,
+    options: RouteOptions,
+    served: Arc<ServedModel>,
+    prepared: Prepared,
+) -> Result<Started, ApiError> {
+    let taking = generates.into_iter().map(|generate| backend.generate(generate, options.clone()));
+    let routed = try_join_all(taking).await?;
+    let Some(first) = routed.first() else { return Err(ApiError::internal("the request has no choices")) };
+    let served_by =
+        ServedBy { name: first.worker_name.clone(), id: first.worker_id, overlap_blocks: first.overlap_blocks };
+    Ok(Started { served_by, choices: choices(routed, &served, &prepared) })
 }
 
 fn served_model(backend: &impl Backend, request: &request::Request) -> Result<Arc<ServedModel>, ApiError> {
@@ -164,15 +181,6 @@ fn route_options(headers: &HeaderMap) -> Result<RouteOptions, ApiError> {
     }
 }
 
-fn served_by(routed: &[Routed]) -> ServedBy {
-    match routed.first() {
-        Some(first) => {
-            ServedBy { name: first.worker_name.clone(), id: first.worker_id, overlap_blocks: first.overlap_blocks }
-        }
-        None => ServedBy { name: String::new(), id: 0, overlap_blocks: 0 },
-    }
-}
-
 fn choices(routed: Vec<Routed>, served: &ServedModel, prepared: &Prepared) -> Vec<Choice> {
     let n = prepared.params.n;
     let choice = |(index, routed): (usize, Routed)| {
@@ -183,12 +191,17 @@ fn choices(routed: Vec<Routed>, served: &ServedModel, prepared: &Prepared) -> Ve
     routed.into_iter().enumerate().map(choice).collect()
 }
 
-fn stream_response(events: EventStream, served_by: &ServedBy, reused: Option<u32>) -> Response<ResponseBody> {
-    let mut response = Response::new(ResponseBody::Events(Box::new(events)));
-    let headers = response.headers_mut();
+/// When even the head could not wait for a worker, it names none.
+fn stream_response(events: EventStream) -> Response<ResponseBody> {
+    let mut headers = HeaderMap::with_capacity(8);
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-    worker_headers(headers, served_by, reused);
+    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+    if let Some(served_by) = events.served_by() {
+        worker_headers(&mut headers, served_by, events.reused_blocks());
+    }
+    let mut response = Response::new(ResponseBody::Events(Box::new(events)));
+    *response.headers_mut() = headers;
     response
 }
 

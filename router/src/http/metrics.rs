@@ -1,7 +1,7 @@
 //! Metrics of the frontend, all `armature_frontend_…`, and the guard that records one request.
 //!
-//! The label `model` only takes names of models that workers serve, so the number of series is bounded by the cluster, not
-//! by what clients send; requests for anything else have an empty one.
+//! The label `model` only takes names of models that workers serve, so the number of series is bounded by the
+//! cluster, not by what clients send; requests for anything else have an empty one.
 
 use std::collections::HashMap;
 use std::sync::Arc;

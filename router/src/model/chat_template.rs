@@ -1,7 +1,7 @@
 //! Chat messages to prompt text, through the model's own template.
 //!
-//! The template is compiled once. It sees what Hugging Face's Jinja set-up shows it ([`python`] closes the differences), and
-//! users' strings pass through [`guard`], so that none of them can act as a special token afterwards.
+//! The template is compiled once. It sees what Hugging Face's Jinja set-up shows it (`python` closes the
+//! differences), and users' strings pass through `guard`, so that none of them can act as a special token afterwards.
 
 mod guard;
 mod percent;
@@ -132,7 +132,8 @@ impl ChatTemplate {
         self.render(&input).is_ok_and(|text| text.contains(PROBE) && !text.contains("type"))
     }
 
-    /// The prompt text. Special tokens in it come from the template alone: [`ChatTemplate::unguard`] what lies between them.
+    /// The prompt text. Special tokens in it come from the template alone: [`ChatTemplate::unguard`] what lies
+    /// between them.
     pub fn render(&self, input: &TemplateInput<'_>) -> Result<String, TemplateError> {
         let messages: Vec<Value> = input.messages.iter().map(|message| self.message(message)).collect();
         let tools = input.tools.map(|tools| tools.iter().map(|tool| self.json(tool)).collect::<Value>());

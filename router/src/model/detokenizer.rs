@@ -1,7 +1,7 @@
 //! Tokens to text, one at a time.
 //!
-//! A character may span tokens. Its bytes are held back until it is whole; what can never become a character is U+FFFD, and
-//! an unfinished one is only given up at the end. However the tokens are chunked, the text is the same.
+//! A character may span tokens. Its bytes are held back until it is whole; what can never become a character is
+//! U+FFFD, and an unfinished one is only given up at the end. However the tokens are chunked, the text is the same.
 
 use std::sync::Arc;
 
@@ -74,6 +74,7 @@ mod tests {
     use proptest::prelude::*;
     use serde_json::json;
 
+    use super::super::tokenizer_json::TokenizerJson;
     use super::super::vocabulary::byte_level_char;
     use super::*;
 
@@ -86,7 +87,9 @@ mod tests {
             "decoder": {"type": "ByteLevel"},
             "added_tokens": [{"id": 256, "content": "<|end|>", "special": true}],
         });
-        Arc::new(Vocabulary::from_json(&file).expect("valid"))
+        let file = file.to_string();
+        let file = TokenizerJson::parse(file.as_bytes()).expect("valid");
+        Arc::new(Vocabulary::new(&file).expect("valid"))
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Prompt text to tokens: splits at special tokens, encodes what lies between, and remembers the pieces.
 //!
-//! A tokenizer treats the text between two special tokens on its own, so a piece has the same ids in every prompt: encoding
-//! piece by piece, and taking a piece from the cache, is exact. In a chat a piece is one message, and a long conversation
-//! costs only its new turn.
+//! A tokenizer treats the text between two special tokens on its own, so a piece has the same ids in every prompt:
+//! encoding piece by piece, and taking a piece from the cache, is exact. In a chat a piece is one message, and a long
+//! conversation costs only its new turn.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ pub struct SpecialScanner {
     /// Longest first among those with the same first byte.
     tokens: Vec<SpecialToken>,
     /// Range of `tokens` that begin with a byte.
-    by_first_byte: Box<[(u16, u16); 256]>,
+    by_first_byte: Box<[(u32, u32); 256]>,
     /// The distinct first bytes.
     first_bytes: Vec<u8>,
 }
@@ -36,6 +36,13 @@ impl SpecialScanner {
     /// A scanner for the special tokens of a vocabulary.
     pub fn new(vocabulary: &Vocabulary) -> SpecialScanner {
         let mut tokens = vocabulary.special_tokens().to_vec();
+        // A text of one character cannot be told from users' text, nor be broken there: it stays ordinary text.
+        tokens.retain(|token| token.text.chars().nth(1).is_some());
+        SpecialScanner::over(tokens)
+    }
+
+    /// A scanner for some tokens, special or not. None may have an empty text.
+    pub(super) fn over(mut tokens: Vec<SpecialToken>) -> SpecialScanner {
         tokens.sort_by(|a, b| {
             (a.text.as_bytes()[0], b.text.len()).cmp(&(b.text.as_bytes()[0], a.text.len())).then(a.id.cmp(&b.id))
         });
@@ -45,10 +52,10 @@ impl SpecialScanner {
             let first = token.text.as_bytes()[0];
             let range = &mut by_first_byte[first as usize];
             if range.1 == 0 {
-                *range = (at as u16, at as u16);
+                *range = (at as u32, at as u32);
                 first_bytes.push(first);
             }
-            range.1 = at as u16 + 1;
+            range.1 = at as u32 + 1;
         }
         SpecialScanner { tokens, by_first_byte, first_bytes }
     }
@@ -225,6 +232,7 @@ impl SegmentCache {
 mod tests {
     use serde_json::json;
 
+    use super::super::tokenizer_json::TokenizerJson;
     use super::*;
 
     /// One id per byte.
@@ -250,7 +258,9 @@ mod tests {
             })
             .collect();
         let file = json!({"model": {"vocab": {}}, "decoder": {"type": "ByteLevel"}, "added_tokens": added});
-        SpecialScanner::new(&Vocabulary::from_json(&file).expect("valid"))
+        let file = file.to_string();
+        let file = TokenizerJson::parse(file.as_bytes()).expect("valid");
+        SpecialScanner::new(&Vocabulary::new(&file).expect("valid"))
     }
 
     #[test]
@@ -268,6 +278,7 @@ mod tests {
             ]
         );
         assert_eq!(scanner.split(""), []);
+        assert_eq!(self::scanner(&[("<", false, false)]).split("<"), [Piece::Text("<")]);
         assert_eq!(scanner.split("<|a|"), [Piece::Text("<|a|")]);
     }
 

@@ -1,14 +1,12 @@
 //! The vocabulary as the way out needs it: the bytes of each token, and which tokens are special.
 //!
-//! Built from `tokenizer.json` alone, in two flat arrays. Turning ids into text needs no tokenizer engine: a token always
-//! stands for the same bytes, and only their concatenation has to be UTF-8.
+//! Built from `tokenizer.json` alone, in two flat arrays. Turning ids into text needs no tokenizer engine: a token
+//! always stands for the same bytes, and only their concatenation has to be UTF-8.
 
-use std::collections::HashMap;
-
-use serde::Deserialize;
 use serde_json::Value;
 
 use super::ModelError;
+use super::tokenizer_json::TokenizerJson;
 
 /// A special token and its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,19 +31,6 @@ pub struct Vocabulary {
     special: Vec<SpecialToken>,
 }
 
-/// An entry of `added_tokens`.
-#[derive(Deserialize)]
-struct AddedToken {
-    id: u32,
-    content: String,
-    #[serde(default)]
-    special: bool,
-    #[serde(default)]
-    lstrip: bool,
-    #[serde(default)]
-    rstrip: bool,
-}
-
 /// How the strings of the vocabulary encode bytes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Alphabet {
@@ -53,65 +38,35 @@ enum Alphabet {
     ByteLevel,
     /// SentencePiece's: `▁` is a blank, `<0x0A>` a byte.
     SentencePiece,
+    /// None: the string is the text, as in added tokens.
+    Verbatim,
 }
 
-/// Ids above this are refused: the arrays are indexed by id, and no real vocabulary comes near it.
-const MAX_TOKEN_ID: u32 = 1 << 22;
-
 impl Vocabulary {
-    /// Reads a parsed `tokenizer.json`.
-    pub fn from_json(tokenizer: &Value) -> Result<Vocabulary, ModelError> {
-        let alphabet = alphabet(&tokenizer["decoder"])?;
-        let mut tokens: Vec<(u32, Vec<u8>)> = Vec::new();
-        match &tokenizer["model"]["vocab"] {
-            Value::Object(vocab) => {
-                let decode = Decoder::new(alphabet);
-                for (text, id) in vocab {
-                    tokens.push((token_id(id)?, decode.bytes(text)));
-                }
-            }
-            Value::Array(pieces) => {
-                let decode = Decoder::new(alphabet);
-                for (id, piece) in pieces.iter().enumerate() {
-                    let text = piece[0].as_str().ok_or_else(|| malformed("model.vocab"))?;
-                    tokens.push((id as u32, decode.bytes(text)));
-                }
-            }
-            _ => return Err(malformed("model.vocab")),
-        }
-        let added: Vec<AddedToken> = match &tokenizer["added_tokens"] {
-            Value::Null => Vec::new(),
-            list => Vec::deserialize(list).map_err(|e| ModelError::Tokenizer(format!("added_tokens: {e}")))?,
-        };
-        let mut special = Vec::new();
-        for token in added {
-            tokens.push((token_id(&token.id.into())?, token.content.clone().into_bytes()));
-            if token.special && !token.content.is_empty() {
-                let AddedToken { id, content: text, lstrip, rstrip, .. } = token;
-                special.push(SpecialToken { id, text, lstrip, rstrip });
-            }
-        }
-        Ok(Vocabulary::new(tokens, special))
-    }
-
-    /// Later entries of `tokens` replace earlier ones of the same id.
-    fn new(mut tokens: Vec<(u32, Vec<u8>)>, mut special: Vec<SpecialToken>) -> Vocabulary {
-        tokens.sort_by_key(|(id, _)| *id); // stable: the last of equal ids is the one that counts
-        let size = tokens.last().map_or(0, |(id, _)| *id as usize + 1);
-        let mut bytes = Vec::with_capacity(tokens.iter().map(|(_, b)| b.len()).sum());
+    /// The tokens of a file; of several with one id the last counts, and added tokens come last.
+    pub fn new(file: &TokenizerJson<'_>) -> Result<Vocabulary, ModelError> {
+        let alphabet = alphabet(&file.decoder)?;
+        let listed = file.model.vocab.0.iter().map(|(text, id)| (*id, &**text, alphabet));
+        let added = file.added_tokens().iter().map(|token| (token.id, &*token.content, Alphabet::Verbatim));
+        let mut tokens: Vec<(u32, &str, Alphabet)> = listed.chain(added).collect();
+        tokens.sort_by_key(|(id, ..)| *id); // stable: the order of equal ids is that of the file
+        let size = tokens.last().map_or(0, |(id, ..)| *id as usize + 1);
+        let mut bytes = Vec::with_capacity(tokens.iter().map(|(_, text, _)| text.len()).sum());
         let mut starts = Vec::with_capacity(size + 1);
         let mut next = tokens.iter().peekable();
         for id in 0..size as u32 {
             starts.push(bytes.len() as u32);
             let mut last = None;
-            while let Some((_, token)) = next.next_if(|(at, _)| *at == id) {
-                last = Some(token);
+            while let Some((_, text, alphabet)) = next.next_if(|(at, ..)| *at == id) {
+                last = Some((text, alphabet));
             }
-            bytes.extend_from_slice(last.map_or(&[], Vec::as_slice));
+            if let Some((text, alphabet)) = last {
+                alphabet.push_bytes(text, &mut bytes);
+            }
         }
         starts.push(bytes.len() as u32);
-        special.sort_by_key(|token| token.id);
-        Vocabulary { bytes, starts, special }
+        bytes.shrink_to_fit();
+        Ok(Vocabulary { bytes, starts, special: special_tokens(file) })
     }
 
     /// One more than the largest token id.
@@ -150,30 +105,34 @@ impl Vocabulary {
     }
 }
 
-/// Strings of the vocabulary to bytes.
-struct Decoder {
-    alphabet: Alphabet,
-    byte_of: HashMap<char, u8>,
+fn special_tokens(file: &TokenizerJson<'_>) -> Vec<SpecialToken> {
+    let special = file.added_tokens().iter().filter(|token| token.special && !token.content.is_empty());
+    let mut tokens: Vec<SpecialToken> = special
+        .map(|token| SpecialToken {
+            id: token.id,
+            text: token.content.clone().into_owned(),
+            lstrip: token.lstrip,
+            rstrip: token.rstrip,
+        })
+        .collect();
+    tokens.sort_by_key(|token| token.id);
+    tokens
 }
 
-impl Decoder {
-    fn new(alphabet: Alphabet) -> Decoder {
-        let byte_of = (0..=u8::MAX).map(|byte| (byte_level_char(byte), byte)).collect();
-        Decoder { alphabet, byte_of }
-    }
-
-    fn bytes(&self, token: &str) -> Vec<u8> {
-        match self.alphabet {
+impl Alphabet {
+    /// Appends the bytes that the string of a token stands for.
+    fn push_bytes(self, token: &str, out: &mut Vec<u8>) {
+        match self {
             // A token with a character outside of the alphabet stands for itself, as in the reference implementation.
-            Alphabet::ByteLevel => token
-                .chars()
-                .map(|c| self.byte_of.get(&c).copied())
-                .collect::<Option<Vec<u8>>>()
-                .unwrap_or_else(|| token.as_bytes().to_vec()),
-            Alphabet::SentencePiece => match raw_byte(token) {
-                Some(byte) => vec![byte],
-                None => token.replace('▁', " ").into_bytes(),
+            Alphabet::ByteLevel => match byte_level_bytes(token) {
+                Some(bytes) => out.extend(bytes),
+                None => out.extend_from_slice(token.as_bytes()),
             },
+            Alphabet::SentencePiece => match raw_byte(token) {
+                Some(byte) => out.push(byte),
+                None => out.extend_from_slice(token.replace('▁', " ").as_bytes()),
+            },
+            Alphabet::Verbatim => out.extend_from_slice(token.as_bytes()),
         }
     }
 }
@@ -184,15 +143,40 @@ fn raw_byte(token: &str) -> Option<u8> {
     (hex.len() == 2).then(|| u8::from_str_radix(hex, 16).ok()).flatten()
 }
 
-/// The character that stands for `byte` in a byte-level vocabulary: itself when it is printable in Latin-1, else the next
-/// free one from U+0100 on.
-pub(super) fn byte_level_char(byte: u8) -> char {
-    let printable = |b: u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+/// The character that stands for `byte` in a byte-level vocabulary: itself when it is printable in Latin-1, else the
+/// next free one from U+0100 on.
+pub(super) const fn byte_level_char(byte: u8) -> char {
+    const fn printable(b: u8) -> bool {
+        matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff)
+    }
     if printable(byte) {
         return byte as char;
     }
-    let before = (0..byte).filter(|&b| !printable(b)).count() as u32;
-    char::from_u32(0x100 + before).expect("U+0100 to U+0143 are characters")
+    let (mut code, mut before) = (0x100, 0);
+    while before < byte {
+        code += !printable(before) as u32;
+        before += 1;
+    }
+    char::from_u32(code).expect("U+0100 to U+0143 are characters")
+}
+
+/// Byte of each character of the byte-level alphabet; [`NO_BYTE`] for the others below U+0144.
+const BYTE_LEVEL_BYTES: [u16; 0x144] = {
+    let mut bytes = [NO_BYTE; 0x144];
+    let mut byte = 0;
+    while byte < 256 {
+        bytes[byte_level_char(byte as u8) as usize] = byte;
+        byte += 1;
+    }
+    bytes
+};
+
+const NO_BYTE: u16 = u16::MAX;
+
+/// The bytes of a string of the byte-level alphabet; none when a character is not of it.
+pub(super) fn byte_level_bytes(token: &str) -> Option<impl Iterator<Item = u8>> {
+    let byte = |c: char| BYTE_LEVEL_BYTES.get(c as usize).copied().unwrap_or(NO_BYTE);
+    token.chars().all(|c| byte(c) != NO_BYTE).then(|| token.chars().map(move |c| byte(c) as u8))
 }
 
 fn alphabet(decoder: &Value) -> Result<Alphabet, ModelError> {
@@ -213,23 +197,15 @@ fn alphabet(decoder: &Value) -> Result<Alphabet, ModelError> {
     }
 }
 
-fn token_id(id: &Value) -> Result<u32, ModelError> {
-    let id = id.as_u64().ok_or_else(|| malformed("a token id"))?;
-    u32::try_from(id)
-        .ok()
-        .filter(|id| *id <= MAX_TOKEN_ID)
-        .ok_or_else(|| ModelError::Tokenizer(format!("token id {id} is over {MAX_TOKEN_ID}")))
-}
-
-fn malformed(what: &str) -> ModelError {
-    ModelError::Tokenizer(format!("{what} is missing or malformed"))
-}
-
 #[cfg(test)]
 mod tests {
     use serde_json::json;
 
     use super::*;
+
+    fn vocabulary(file: &Value) -> Result<Vocabulary, ModelError> {
+        Vocabulary::new(&TokenizerJson::parse(file.to_string().as_bytes())?)
+    }
 
     #[test]
     fn the_byte_level_alphabet_is_a_bijection_with_the_known_corners() {
@@ -244,7 +220,7 @@ mod tests {
             "model": {"vocab": [["<unk>", 0.0], ["<0x0A>", 0.0], ["▁the", -1.0]]},
             "decoder": {"type": "Sequence", "decoders": [{"type": "Replace"}, {"type": "ByteFallback"}, {"type": "Fuse"}]},
         });
-        let vocabulary = Vocabulary::from_json(&file).expect("valid");
+        let vocabulary = vocabulary(&file).expect("valid");
         assert_eq!((vocabulary.bytes(1), vocabulary.bytes(2)), (&b"\n"[..], &b" the"[..]));
         assert_eq!((vocabulary.size(), vocabulary.bytes(99)), (3, &b""[..]));
     }
@@ -256,7 +232,7 @@ mod tests {
             "added_tokens": [{"id": 3, "content": "<|b|>", "special": true}],
             "decoder": {"type": "ByteLevel"},
         });
-        let vocabulary = Vocabulary::from_json(&file).expect("valid");
+        let vocabulary = vocabulary(&file).expect("valid");
         assert_eq!((vocabulary.text(&[0, 1, 3]), vocabulary.size()), ("a<|b|>".into(), 4));
         assert!(vocabulary.is_special(3) && !vocabulary.is_special(0));
     }
@@ -271,7 +247,7 @@ mod tests {
             json!({"decoder": {"type": "ByteLevel"}, "model": {"vocab": {"a": 4294967295u64}}}),
             json!({"decoder": {"type": "ByteLevel"}, "model": {"vocab": {}}, "added_tokens": [{"id": "x"}]}),
         ] {
-            assert!(matches!(Vocabulary::from_json(&file), Err(ModelError::Tokenizer(_))), "{file}");
+            assert!(matches!(vocabulary(&file), Err(ModelError::Tokenizer(_))), "{file}");
         }
     }
 }

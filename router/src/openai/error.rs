@@ -1,4 +1,5 @@
-//! Errors in OpenAI's shape, and the one place where a cluster error becomes a status, a type, a code and a metric label.
+//! Errors in OpenAI's shape, and the one place where a cluster error becomes a status, a type, a code and a metric
+//! label.
 
 use std::borrow::Cow;
 

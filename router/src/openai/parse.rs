@@ -1,6 +1,7 @@
 //! JSON bodies to typed requests, with an error that names the field.
 //!
-//! The hot path is one typed pass. Only when it fails is the body read again, to find the smallest part that fails alone.
+//! The hot path is one typed pass. Only when it fails is the body read again, to find the smallest part that fails
+//! alone.
 
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, error::Category};

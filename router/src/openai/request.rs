@@ -1,7 +1,8 @@
 //! Request bodies of both generating endpoints: OpenAI's fields and vLLM's extras.
 //!
-//! One type for both, because they share nearly all fields. Every field may be absent or null; unknown ones are accepted.
-//! Fields that would change the answer in a way that is not built are kept, so that the checks can refuse them by name.
+//! One type for both, because they share nearly all fields. Every field may be absent or null; unknown ones are
+//! accepted. Fields that would change the answer in a way that is not built are kept, so that the checks can refuse
+//! them by name.
 
 use std::collections::HashMap;
 use std::fmt;

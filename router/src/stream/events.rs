@@ -1,8 +1,8 @@
 //! The answer as server-sent events: a response body that the connection polls.
 //!
-//! Everything that workers have said by the time of a poll goes out in one piece. Comments keep the connection alive, also
-//! before the first token, so that a client that has gone is noticed. The events always end with `[DONE]`, after a finish
-//! reason for each choice or an error.
+//! Everything that workers have said by the time of a poll goes out in one piece. Comments keep the connection alive,
+//! also before the first token, so that a client that has gone is noticed. The events always end with `[DONE]`, after
+//! a finish reason for each choice or an error.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -16,11 +16,18 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 use super::choice::Choice;
 use super::encode::{Encoder, Usage};
+use super::{ServedBy, Started};
 use crate::http::metrics::RequestGuard;
 use crate::openai::error::ApiError;
 
+/// Workers taking a request.
+pub type Starting = Pin<Box<dyn Future<Output = Result<Started, ApiError>> + Send>>;
+
 /// A streamed answer.
 pub struct EventStream {
+    /// Until workers have taken the request.
+    starting: Option<Starting>,
+    served_by: Option<ServedBy>,
     choices: Vec<Choice>,
     /// What each choice has sent.
     sent: Vec<Sent>,
@@ -51,9 +58,9 @@ const MAX_DELTA_BYTES: usize = 16 << 10;
 const COMMENT: &[u8] = b": keep-alive\n\n";
 
 impl EventStream {
-    /// `prompts` are the token counts of the prompts; `choices` come in groups of `n` for each.
+    /// `prompts` are the token counts of the prompts; the choices come in groups of `n` for each.
     pub fn new(
-        choices: Vec<Choice>,
+        starting: Starting,
         encoder: Encoder,
         (prompts, n): (Vec<usize>, usize),
         guard: RequestGuard,
@@ -61,8 +68,10 @@ impl EventStream {
         abort: &CancellationToken,
     ) -> EventStream {
         EventStream {
-            sent: vec![Sent::default(); choices.len()],
-            choices,
+            starting: Some(starting),
+            served_by: None,
+            sent: Vec::new(),
+            choices: Vec::new(),
             encoder,
             prompts,
             n,
@@ -77,8 +86,8 @@ impl EventStream {
         }
     }
 
-    /// Waits for the first event, an error, or the keep-alive interval, whichever is first. After it the head can be sent:
-    /// an error up to here is an HTTP status, later ones are events.
+    /// Waits for the first event, an error, or the keep-alive interval, whichever is first. After it the head can be
+    /// sent: an error up to here is an HTTP status, later ones are events.
     pub async fn begin(&mut self) -> Result<(), ApiError> {
         let keep_alive = self.keep_alive;
         let begun = tokio::time::timeout(keep_alive, std::future::poll_fn(|cx| self.poll_fill(cx))).await;
@@ -95,6 +104,11 @@ impl EventStream {
         Ok(())
     }
 
+    /// Who serves the request, once that is known.
+    pub fn served_by(&self) -> Option<&ServedBy> {
+        self.served_by.as_ref()
+    }
+
     /// Prompt blocks that the first choice's worker reused, once it has said so.
     pub fn reused_blocks(&self) -> Option<u32> {
         self.choices.first().and_then(Choice::reused_blocks)
@@ -105,10 +119,10 @@ impl EventStream {
         if self.ended {
             return Poll::Ready(Ok(()));
         }
-        if let Err(error) = self.advance(cx) {
+        if let Err(error) = self.poll_start(cx).and_then(|()| self.advance(cx)) {
             return self.fail(error);
         }
-        if self.choices.iter().all(|choice| choice.finish().is_some()) {
+        if self.starting.is_none() && self.choices.iter().all(|choice| choice.finish().is_some()) {
             let usage = Usage::of(self.prompts.iter().copied(), &self.choices, self.n);
             self.encoder.done(&mut self.out, &usage);
             self.guard.usage(&usage);
@@ -122,6 +136,19 @@ impl EventStream {
             Poll::Ready(()) => self.fail(ApiError::shutting_down()),
             Poll::Pending => Poll::Pending,
         }
+    }
+
+    /// Gets the choices once workers have taken the request.
+    fn poll_start(&mut self, cx: &mut Context<'_>) -> Result<(), ApiError> {
+        let Some(starting) = &mut self.starting else { return Ok(()) };
+        if let Poll::Ready(started) = starting.as_mut().poll(cx) {
+            self.starting = None;
+            let Started { served_by, choices } = started?;
+            self.served_by = Some(served_by);
+            self.sent = vec![Sent::default(); choices.len()];
+            self.choices = choices;
+        }
+        Ok(())
     }
 
     /// Takes in what the workers have said and writes the events for it.
@@ -169,7 +196,9 @@ impl EventStream {
         tracing::warn!(status = error.label, message = %error.message, "a stream ended with an error");
         self.encoder.error(&mut self.out, &error);
         self.guard.finish(error.label);
-        self.choices.clear(); // cancels what still runs
+        // This cancels what still runs.
+        self.starting = None;
+        self.choices.clear();
         self.ended = true;
         Poll::Ready(Ok(()))
     }

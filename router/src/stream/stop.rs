@@ -1,7 +1,7 @@
 //! Stop strings in a stream of text.
 //!
-//! Text that may still become a stop string is held back. The match that ends first wins, and of those the one that begins
-//! first: what counts is where the answer could first have been stopped, so the chunking makes no difference.
+//! Text that may still become a stop string is held back. The match that ends first wins, and of those the one that
+//! begins first: what counts is where the answer could first have been stopped, so the chunking makes no difference.
 
 /// Watches one answer.
 pub struct StopMatcher {

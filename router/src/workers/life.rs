@@ -160,9 +160,12 @@ impl Life {
         self.spec.load().card.runtime_config.data_parallel_size.unwrap_or(1).clamp(1, MAX_RANKS)
     }
 
-    /// Its ranks as the decision sees them.
+    /// Its ranks as the decision sees them. A prefill worker takes no whole requests: it has none.
     pub(super) fn routing_workers(&self) -> Vec<routing::Worker> {
         let spec = self.spec();
+        if spec.card.worker_type.as_deref() == Some("prefill") {
+            return Vec::new();
+        }
         let labels = spec.card.armature.as_ref().map(|card| card.labels.clone()).unwrap_or_default();
         let first = routing::Worker {
             rank: WorkerRank { worker: self.worker_id(), dp_rank: 0 },

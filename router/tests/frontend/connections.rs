@@ -59,6 +59,33 @@ async fn silence_is_filled_with_comments_even_before_the_first_token() {
 }
 
 #[tokio::test]
+async fn silence_is_filled_even_before_a_worker_takes_the_request() {
+    let config = FrontendConfig { keep_alive_ms: 10, ..Default::default() };
+    let server = Server::with(config, vec![("m", model(Some(CHAT_ML)))]).await;
+    let take = server.backend.hold();
+    let mut client = server.connect().await;
+    let mut response = client.stream_chat(json!({})).await;
+    assert!(!response.headers().contains_key("x-armature-worker"));
+    for _ in 0..2 {
+        assert_eq!(response.piece().await.as_deref(), Some(": keep-alive\n\n"));
+    }
+    take.send(()).expect("the request waits");
+    assert!(response.whole().await.body.contains("\"content\":\"ok\""));
+    in_time(server.backend.dropped.notified()).await;
+    // Its failure is an event then, and leaving cancels it.
+    let held = server.backend.hold();
+    let response = client.stream_chat(json!({})).await;
+    drop(held);
+    assert!(response.whole().await.body.contains("worker_failed"));
+    in_time(server.backend.dropped.notified()).await;
+    let _held = server.backend.hold();
+    let response = client.stream_chat(json!({})).await;
+    drop(response);
+    client.hang_up();
+    in_time(server.backend.dropped.notified()).await;
+}
+
+#[tokio::test]
 async fn a_drain_lets_open_streams_finish() {
     let server = Server::start().await;
     let worker = server.backend.live();

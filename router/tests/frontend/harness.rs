@@ -21,7 +21,7 @@ use router::http::{FrontendConfig, serve};
 use router::model::{Model, ModelFiles};
 use serde_json::{Value, json};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -164,6 +164,8 @@ pub enum Script {
     Items(Vec<Result<StreamItem, DispatchError>>),
     /// What the test sends.
     Live(mpsc::UnboundedReceiver<Result<StreamItem, DispatchError>>),
+    /// No worker takes the request before the sender says so.
+    Held(oneshot::Receiver<()>),
     /// No stream.
     Refuse(DispatchError),
 }
@@ -203,6 +205,13 @@ impl Scripted {
     pub fn live(&self) -> mpsc::UnboundedSender<Result<StreamItem, DispatchError>> {
         let (sender, receiver) = mpsc::unbounded_channel();
         self.scripts.lock().push_back(Script::Live(receiver));
+        sender
+    }
+
+    /// The next request is taken when this is used.
+    pub fn hold(&self) -> oneshot::Sender<()> {
+        let (sender, receiver) = oneshot::channel();
+        self.scripts.lock().push_back(Script::Held(receiver));
         sender
     }
 
@@ -247,6 +256,10 @@ impl Backend for Scripted {
                 Box::pin(futures::stream::unfold((receiver, guard), |(mut receiver, guard)| async move {
                     Some((receiver.recv().await?, (receiver, guard)))
                 }))
+            }
+            Some(Script::Held(receiver)) => {
+                receiver.await.map_err(|_| worker_failed())?;
+                Box::pin(futures::stream::iter([text("ok"), finished(FinishReason::Eos, 3, 0)]))
             }
             None => Box::pin(futures::stream::iter([text("ok"), finished(FinishReason::Eos, 3, 0)])),
         };

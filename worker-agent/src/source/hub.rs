@@ -184,15 +184,20 @@ async fn receive(
     let mut body = BodyDataStream::new(answer.into_body());
     let failed = |message: String| SourceError::Network { url: url.into(), stage: "downloading", message };
     progress(Progress { file: name, done, total });
-    loop {
-        let next = tokio::time::timeout(STALL, body.try_next()).await;
-        let next = next.map_err(|_| failed(format!("no byte for {} s", STALL.as_secs())))?;
-        let Some(bytes) = next.map_err(|error| failed(error.to_string()))? else { break };
+    let received = loop {
+        let bytes = match tokio::time::timeout(STALL, body.try_next()).await {
+            Err(_) => break Err(failed(format!("no byte for {} s", STALL.as_secs()))),
+            Ok(Err(error)) => break Err(failed(error.to_string())),
+            Ok(Ok(None)) => break Ok(()),
+            Ok(Ok(Some(bytes))) => bytes,
+        };
         out.write_all(&bytes).await.map_err(SourceError::io(path))?;
         done += bytes.len() as u64;
         progress(Progress { file: name, done, total });
-    }
-    out.flush().await.map_err(SourceError::io(path))
+    };
+    // A broken download keeps what it has, for the next attempt.
+    out.flush().await.map_err(SourceError::io(path))?;
+    received
 }
 
 /// Length, and the digest where the etag is one: large files have their SHA-256 as etag.

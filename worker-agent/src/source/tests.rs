@@ -9,6 +9,7 @@ use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::{Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use futures::StreamExt;
 use parking_lot::Mutex;
 
 use super::*;
@@ -103,8 +104,13 @@ async fn stored(State(hub): State<Arc<Hub>>, request: Request) -> Response {
     let rest = bytes[start..].to_vec();
     match hub.break_after.lock().take() {
         Some(n) => {
-            let parts = [Ok(bytes::Bytes::copy_from_slice(&rest[..n])), Err(std::io::Error::other("cable cut"))];
-            (status, Body::from_stream(futures::stream::iter(parts))).into_response()
+            let first = futures::stream::once(futures::future::ok(bytes::Bytes::copy_from_slice(&rest[..n])));
+            // The pause lets the server send what it has before the connection breaks.
+            let cut = futures::stream::once(async {
+                tokio::task::yield_now().await;
+                Err(std::io::Error::other("cable cut"))
+            });
+            (status, Body::from_stream(first.chain(cut))).into_response()
         }
         None => (status, rest).into_response(),
     }

@@ -69,7 +69,7 @@ async fn the_object_is_applied_retried_and_changed() {
     let pod = Pod { name: "chat-0".into(), namespace: "prod".into(), uid: "u-1".into() };
     let (metadata, receiver) = watch::channel(WorkerMetadata::default());
     let (stop, (registered, was_registered)) = (CancellationToken::new(), tokio::sync::oneshot::channel());
-    let entry = Entry::Kubernetes(KubernetesEntry::new(client, pod));
+    let entry = Entry::Kubernetes(Box::new(KubernetesEntry::new(client, pod)));
     let call = move || registered.send(()).expect("the test listens");
     let held = tokio::spawn(hold(entry, receiver, call, stop.clone()));
 
@@ -114,7 +114,11 @@ async fn a_worker_that_is_told_to_stop_does_not_wait_for_an_api_server() {
     let (_metadata, receiver) = watch::channel(WorkerMetadata::default());
     let stop = CancellationToken::new();
     stop.cancel();
-    let held =
-        hold(Entry::Kubernetes(KubernetesEntry::new(client, pod)), receiver, || panic!("never registered"), stop);
+    let held = hold(
+        Entry::Kubernetes(Box::new(KubernetesEntry::new(client, pod))),
+        receiver,
+        || panic!("never registered"),
+        stop,
+    );
     tokio::time::timeout(Duration::from_secs(5), held).await.expect("at once").expect("no error");
 }

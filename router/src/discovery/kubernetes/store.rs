@@ -221,7 +221,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_list_that_hangs_is_asked_for_again() {
-        let mut watched = scripted([listed(&["a"])].into());
+        let mut watched = scripted([Vec::new(), listed(&["a"])].into());
         watched.changes = Box::pin(stream::pending());
         watched.changed().await;
         assert_eq!(names(&watched), ["a"]);

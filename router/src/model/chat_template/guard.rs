@@ -1,8 +1,8 @@
 //! Keeps users' strings from acting as special tokens, whatever a template does with them.
 //!
-//! Special tokens are looked for in the rendered text. So a user's string that contains the begin of one gets an invisible
-//! mark inside that begin; the mark survives trimming, splitting and joining, the token no longer matches, and the mark is
-//! taken out of the ordinary text afterwards. Strings without such a begin pass through untouched.
+//! Special tokens are looked for in the rendered text. So a user's string that contains the begin of one gets an
+//! invisible mark inside that begin; the mark survives trimming, splitting and joining, the token no longer matches,
+//! and the mark is taken out of the ordinary text afterwards. Strings without such a begin pass through untouched.
 
 use std::borrow::Cow;
 
@@ -16,7 +16,8 @@ pub(super) const ESCAPE: char = '\u{fdd1}';
 
 /// Knows the special tokens of a model.
 pub(super) struct Guard {
-    /// What may not appear whole in a user's string: enough of each token's text to tell it from text, at least two bytes.
+    /// What may not appear whole in a user's string: enough of each token's text to tell it from text, at least two
+    /// bytes.
     begins: Vec<String>,
     tokens: Vec<String>,
     first_bytes: Vec<u8>,
@@ -59,6 +60,7 @@ impl Guard {
     /// Byte offsets at which a mark goes, rising.
     fn cuts(&self, text: &str) -> Vec<usize> {
         let mut cuts = Vec::new();
+        let text = text.trim_end(); // a template may do so before it joins strings
         let bytes = text.as_bytes();
         let mut from = 0;
         while let Some(at) = self.candidate(&bytes[from..]).map(|offset| from + offset) {
@@ -72,14 +74,8 @@ impl Guard {
         cuts
     }
 
-    /// Whether the string, without the white space that a template may trim, is the begin of a token: the next string could
-    /// complete it.
+    /// Whether `rest` is the begin of a token: the next string could complete it.
     fn ends_inside(&self, rest: &str) -> bool {
-        let longest = self.tokens.iter().map(String::len).max().unwrap_or(0);
-        if rest.len() > longest + 64 {
-            return false;
-        }
-        let rest = rest.trim_end();
         self.tokens.iter().any(|token| token.len() > rest.len() && token.starts_with(rest))
     }
 
@@ -94,8 +90,8 @@ impl Guard {
     }
 }
 
-/// `<|` of `<|im_end|>`; all but the last character of tokens that look like tags or words. A longer begin leaves more of
-/// users' markup readable to templates that look into messages.
+/// `<|` of `<|im_end|>`; all but the last character of tokens that look like tags or words. A longer begin leaves
+/// more of users' markup readable to templates that look into messages.
 fn begin(token: &str) -> &str {
     let mut chars = token.char_indices().skip(1);
     let punctuation = |c: char| c.is_ascii_punctuation() && c != '/' && c != '_';

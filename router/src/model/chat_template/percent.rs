@@ -1,8 +1,11 @@
-//! Python's `'%d items' % count`: rewritten to the `format` filter before compiling, as the engine has no such operator.
+//! Python's `'%d items' % count`: rewritten to the `format` filter before compiling, as the engine has no such
+//! operator.
 //!
-//! Only a string literal can be on the left, which is how templates use it; `%` between other operands stays the remainder.
+//! Only a string literal can be on the left, which is how templates use it; `%` between other operands stays the
+//! remainder.
 
-/// `'…' % (a, b)` and `'…' % name.field` become `'…' | format(a, b)` and `'…' | format(name.field)`, inside of tags only.
+/// `'…' % (a, b)` and `'…' % name.field` become `'…' | format(a, b)` and `'…' | format(name.field)`, inside of tags
+/// only.
 pub(super) fn rewrite(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;

@@ -275,8 +275,8 @@ fn partition(text: &str, first: bool, args: &[Value]) -> Result<Value, Error> {
     Ok(parts.into_iter().map(Value::from).collect())
 }
 
-/// `{% generation %}` … `{% endgeneration %}` mark what is trained on and print nothing: they become an `if true`, which
-/// keeps every form of white-space control as it was.
+/// `{% generation %}` … `{% endgeneration %}` mark what is trained on and print nothing: they become an `if true`,
+/// which keeps every form of white-space control as it was.
 pub(super) fn rewrite_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;

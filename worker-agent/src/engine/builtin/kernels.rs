@@ -109,7 +109,7 @@ impl Isa {
         }
     }
 
-    /// `out = x / rms(x) * weight`, with `rms(x) = sqrt(mean(x²) + eps)`. May run in place by copying first.
+    /// `out = x / rms(x) * weight`, with `rms(x) = sqrt(mean(x²) + eps)`.
     pub(crate) fn rms_norm(self, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
         assert!(x.len() == weight.len() && x.len() == out.len());
         let scale = 1.0 / (self.dot(x, x) / x.len() as f32 + eps).sqrt();

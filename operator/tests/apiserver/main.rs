@@ -1,7 +1,6 @@
 //! The operator against a real API server and controller manager (the cluster of `KUBECONFIG`): what it refuses, what it
 //! applies, who owns which field, and who leads. No pod needs to run.
 
-#[path = "apiserver/server.rs"]
 mod server;
 
 use std::sync::Arc;

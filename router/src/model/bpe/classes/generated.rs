@@ -1,0 +1,3 @@
+//! Placeholder.
+/// Placeholder.
+pub(super) const RANGES: [u32; 1] = [0];
