@@ -63,10 +63,10 @@ fn row(arg: &clap::Arg) -> String {
     let variable = arg.get_env().map(|name| format!("`{}`", name.to_string_lossy())).unwrap_or_default();
     let takes_value = arg.get_action().takes_values();
     // A default with our process id in it is another one at every start.
-    let id = std::process::id().to_string();
+    let id = format!("-{}", std::process::id());
     let defaults = arg.get_default_values().iter().map(|value| value.to_string_lossy().into_owned());
     let default: Vec<_> =
-        defaults.filter(|value| takes_value && !value.contains(&id)).map(|value| format!("`{value}`")).collect();
+        defaults.filter(|value| takes_value && !value.ends_with(&id)).map(|value| format!("`{value}`")).collect();
     let mut meaning = arg.get_help().map(ToString::to_string).unwrap_or_default();
     let values: Vec<_> = arg.get_possible_values().iter().map(|value| format!("`{}`", value.get_name())).collect();
     if takes_value && !values.is_empty() {

@@ -99,7 +99,8 @@ impl Entry {
     fn write(&self, key: &Key, ids: &[u32]) {
         let state = self.state.load(Ordering::Relaxed);
         let busy = state.wrapping_add(STEP) & !(STEP - 1);
-        if state & STEP != 0 || self.state.compare_exchange(state, busy, Ordering::Acquire, Ordering::Relaxed).is_err() {
+        if state & STEP != 0 || self.state.compare_exchange(state, busy, Ordering::Acquire, Ordering::Relaxed).is_err()
+        {
             return;
         }
         fence(Ordering::Release);

@@ -62,6 +62,12 @@ fn class_of(c: char) -> Class {
     Class::from_bits(RANGES[after - 1])
 }
 
+/// The characters at both sides of every change of class.
+#[cfg(test)]
+pub(super) fn edges() -> impl Iterator<Item = char> {
+    RANGES.iter().flat_map(|range| [(range >> 2).saturating_sub(1), range >> 2]).filter_map(char::from_u32)
+}
+
 #[cfg(test)]
 mod tests {
     use std::fmt::Write;

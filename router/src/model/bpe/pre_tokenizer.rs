@@ -56,10 +56,11 @@ enum Json {
     Sequence { pretokenizers: Vec<Json> },
 }
 
+/// A regular expression; a plain string, which has another key, is not known.
 #[derive(Deserialize)]
-enum PatternJson {
-    Regex(String),
-    String(String),
+struct PatternJson {
+    #[serde(rename = "Regex")]
+    regex: Option<String>,
 }
 
 impl PreTokenizer {
@@ -91,7 +92,7 @@ fn step(json: &Json) -> Result<Step, Unsupported> {
     match json {
         Json::Digits { individual_digits } => Ok(Step::Digits { individual: *individual_digits }),
         // Every character is part of a match, so that to remove what lies between them is to keep them apart.
-        Json::Split { pattern: PatternJson::Regex(pattern), behavior, invert }
+        Json::Split { pattern: PatternJson { regex: Some(pattern) }, behavior, invert }
             if matches!((behavior.as_str(), invert), ("Isolated", false) | ("Removed", true)) =>
         {
             match PATTERNS.iter().position(|known| known == pattern) {
@@ -110,7 +111,11 @@ fn cut<F: FnMut(&str)>(steps: &[Step], text: &str, emit: &mut F) {
     while from < text.len() {
         let end = step.end(text, from);
         let piece = &text[from..end];
-        if rest.is_empty() { emit(piece) } else { cut(rest, piece, emit) }
+        if rest.is_empty() {
+            emit(piece)
+        } else {
+            cut(rest, piece, emit)
+        }
         from = end;
     }
 }

@@ -211,7 +211,7 @@ fn parse_tensors(cursor: &mut Cursor<'_>, count: u64, alignment: usize) -> Resul
         let offset = cursor.u64(&what())?;
         let start = usize::try_from(offset)
             .ok()
-            .filter(|o| o % alignment == 0)
+            .filter(|o| o.is_multiple_of(alignment))
             .ok_or_else(|| Problem::Malformed(format!("the offset of tensor {name:?} is not aligned")))?;
         if tensors.insert(name.clone(), Entry { dims, format, start }).is_some() {
             return Err(Problem::Duplicate(name));

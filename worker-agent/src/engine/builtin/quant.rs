@@ -102,7 +102,7 @@ impl Quant {
 
     /// Bytes of a row of `cols` weights; `None` if they are not whole blocks or the number is absurd.
     pub fn row_bytes(self, cols: usize) -> Option<usize> {
-        if cols % self.block_len() != 0 {
+        if !cols.is_multiple_of(self.block_len()) {
             return None;
         }
         (cols / self.block_len()).checked_mul(self.block_bytes())

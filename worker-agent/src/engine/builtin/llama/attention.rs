@@ -125,18 +125,18 @@ impl LayerAttention<'_> {
                 batch.scores(self.isa, head(block), b * size, scale);
             }
             let mut norms = [0.0; MAX_QUERIES];
-            for i in 0..count {
+            for (i, norm) in norms.iter_mut().take(count).enumerate() {
                 let row = std::slice::from_raw_parts_mut(rows[i], longest);
                 let (seen, hidden) = row.split_at_mut(visible(i));
-                norms[i] = 1.0 / self.isa.exponentials(seen);
+                *norm = 1.0 / self.isa.exponentials(seen);
                 hidden.fill(0.0);
                 std::slice::from_raw_parts_mut(out[i], dim).fill(0.0);
             }
             for (b, block) in blocks.iter().enumerate() {
                 batch.mix(self.isa, head(block), b * size, size.min(longest - b * size));
             }
-            for i in 0..count {
-                std::slice::from_raw_parts_mut(out[i], dim).iter_mut().for_each(|v| *v *= norms[i]);
+            for (&out, norm) in out.iter().zip(norms).take(count) {
+                std::slice::from_raw_parts_mut(out, dim).iter_mut().for_each(|v| *v *= norm);
             }
         }
     }

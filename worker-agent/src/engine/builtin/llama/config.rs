@@ -150,13 +150,13 @@ impl Config {
         if !self.heads.is_multiple_of(self.kv_heads) {
             return Err(format!("{} heads cannot share {} key-value heads", self.heads, self.kv_heads));
         }
-        if self.head_dim == 0 || self.head_dim % 16 != 0 || self.head_dim > 1024 {
+        if self.head_dim == 0 || !self.head_dim.is_multiple_of(16) || self.head_dim > 1024 {
             return Err(format!("heads of {} elements are not supported: it must be a multiple of 16", self.head_dim));
         }
-        if self.hidden % 32 != 0 || self.feed_forward % 32 != 0 || self.heads * self.head_dim % 32 != 0 {
+        if [self.hidden, self.feed_forward, self.heads * self.head_dim].iter().any(|width| !width.is_multiple_of(32)) {
             return Err("layer widths that are no multiples of 32 are not supported".into());
         }
-        if self.rope_dims % 2 != 0 || self.rope_dims > self.head_dim {
+        if !self.rope_dims.is_multiple_of(2) || self.rope_dims > self.head_dim {
             return Err(format!("{} rotated elements in heads of {} are not possible", self.rope_dims, self.head_dim));
         }
         let finite = [self.norm_eps, self.rope_base, self.rope_scale];

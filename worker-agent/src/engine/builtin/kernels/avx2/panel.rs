@@ -55,10 +55,10 @@ unsafe fn tile(w: [*const f32; PANEL_STEP], x: [*const f32; TILE], len: usize, m
     unsafe {
         for k in (0..len).step_by(8) {
             let x = x.map(|x| _mm256_loadu_ps(x.add(k)));
-            for r in 0..PANEL_STEP {
-                let w = _mm256_loadu_ps(w[r].add(k));
-                for t in 0..TILE {
-                    sums[r][t] = _mm256_fmadd_ps(w, x[t], sums[r][t]);
+            for (w, sums) in w.into_iter().zip(&mut sums) {
+                let w = _mm256_loadu_ps(w.add(k));
+                for (x, sum) in x.into_iter().zip(sums) {
+                    *sum = _mm256_fmadd_ps(w, x, *sum);
                 }
             }
         }
