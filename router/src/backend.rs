@@ -101,5 +101,9 @@ pub trait Backend: Send + Sync + 'static {
     fn synced(&self) -> bool;
 
     /// Chooses a worker and starts the request there; retries on other workers while no token has been delivered.
-    fn generate(&self, request: Generate, options: RouteOptions) -> impl Future<Output = Result<Routed, DispatchError>> + Send;
+    fn generate(
+        &self,
+        request: Generate,
+        options: RouteOptions,
+    ) -> impl Future<Output = Result<Routed, DispatchError>> + Send;
 }

@@ -13,9 +13,9 @@ pub mod quant;
 pub mod sampling;
 pub mod scheduler;
 pub mod service;
-pub mod stop;
 #[cfg(test)]
 pub(crate) mod shadow;
+pub mod stop;
 #[cfg(test)]
 pub(crate) mod test_model;
 
