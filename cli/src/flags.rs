@@ -64,9 +64,9 @@ pub struct WorkerArgs {
     /// GGUF file, Hugging Face repository (org/name, hf://org/name@rev/file.gguf) or `default`
     #[arg(long, default_value = "default")]
     pub model: String,
-    /// Ends when the process that started it does
+    /// Process id of the process that started it; ends when that one does
     #[arg(long, hide = true)]
-    pub with_parent: bool,
+    pub with_parent: Option<i32>,
     /// The agent.
     #[command(flatten)]
     pub agent: worker_agent::config::Config,
@@ -76,13 +76,13 @@ impl WorkerArgs {
     /// With `--with-parent`, asks the kernel for SIGTERM when the parent dies, however it dies. Only Linux can.
     pub fn follow_parent(&self) {
         #[cfg(target_os = "linux")]
-        if self.with_parent {
+        if let Some(expected) = self.with_parent {
             use rustix::process::{Signal, getppid, set_parent_process_death_signal};
             if let Err(error) = set_parent_process_death_signal(Some(Signal::TERM)) {
                 tracing::warn!(%error, "this worker will outlive its parent");
             }
-            // A parent that died before the call above sends nothing.
-            if getppid().is_none_or(|parent| parent.is_init()) {
+            // A parent that died before the call above sends nothing; somebody else is the parent then.
+            if getppid().map(|parent| parent.as_raw_nonzero().get()) != Some(expected) {
                 std::process::exit(0);
             }
         }

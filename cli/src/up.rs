@@ -69,7 +69,7 @@ pub async fn run(args: Up, shutdown: CancellationToken) -> Outcome {
     let outcome = tokio::select! {
         ready = ready::wait(discovery.path(), args.workers, address, &name) => ready,
         failed = workers.failed() => Err(failed),
-        ended = &mut router => ended?.and_then(|()| Err(anyhow::anyhow!("the router ended").into())),
+        ended = &mut router => Err(early_end(ended)),
         () = shutdown.cancelled() => Ok(()),
     };
     let outcome = match outcome {
@@ -77,20 +77,27 @@ pub async fn run(args: Up, shutdown: CancellationToken) -> Outcome {
             announce(&args, address, &name);
             tokio::select! {
                 failed = workers.failed() => Err(failed),
-                ended = &mut router => ended?,
+                ended = &mut router => Err(early_end(ended)),
                 () = shutdown.cancelled() => Ok(()),
             }
         }
         other => other,
     };
-    // The router first: what runs at a worker must be able to finish.
+    // The router first: what runs at a worker must be able to finish. However it ends, the workers drain, too.
     shutdown.cancel();
-    if !router.is_finished() {
-        router.await??;
-    }
+    let drained = if router.is_finished() { Ok(()) } else { router.await.unwrap_or_else(|error| Err(error.into())) };
     stop_workers.cancel();
     workers.ended().await;
-    outcome
+    outcome.and(drained)
+}
+
+/// Why the router ended before it was asked to.
+fn early_end(ended: Result<Outcome, tokio::task::JoinError>) -> Failure {
+    match ended {
+        Ok(Ok(())) => anyhow::anyhow!("the router ended").into(),
+        Ok(Err(failure)) => failure,
+        Err(error) => error.into(),
+    }
 }
 
 /// A name that is pleasant to type.

@@ -19,6 +19,10 @@ pub struct Config {
           value_parser = ["Always", "IfNotPresent", "Never"])]
     pub image_pull_policy: String,
 
+    /// Secret by which that image is pulled, in the namespace of each object. May be given several times.
+    #[arg(long = "image-pull-secret", env = "ARMATURE_IMAGE_PULL_SECRETS", value_delimiter = ',')]
+    pub image_pull_secrets: Vec<String>,
+
     /// Namespace to watch; all of them where missing.
     #[arg(long, env = "ARMATURE_WATCH_NAMESPACE")]
     pub namespace: Option<String>,
@@ -47,10 +51,13 @@ pub struct Config {
 impl Config {
     /// What the operator puts into pods.
     pub fn settings(&self) -> Settings {
+        // An empty variable is one empty value.
+        let given = |values: &[String]| values.iter().filter(|value| !value.is_empty()).cloned().collect();
         Settings {
             image: self.image.clone(),
             image_pull_policy: self.image_pull_policy.clone(),
-            host_model_paths: self.host_model_paths.iter().filter(|path| !path.is_empty()).cloned().collect(),
+            image_pull_secrets: given(&self.image_pull_secrets),
+            host_model_paths: given(&self.host_model_paths),
         }
     }
 
@@ -67,6 +74,8 @@ pub struct Settings {
     pub image: String,
     /// Default pull policy.
     pub image_pull_policy: String,
+    /// Names of Secrets of every pod, to pull its image by.
+    pub image_pull_secrets: Vec<String>,
     /// Absolute directories on nodes from which models may be mounted.
     pub host_model_paths: Vec<String>,
 }

@@ -50,6 +50,8 @@ impl Error {
             Self::Api { source, .. } => match source.as_ref() {
                 kube::Error::Api(status) if status.code == 409 => "Conflict",
                 kube::Error::Api(status) if status.code == 403 => "Forbidden",
+                // Overload, restarts and failing webhooks say nothing about the object.
+                kube::Error::Api(status) if status.code == 429 || status.code >= 500 => "Unreachable",
                 kube::Error::Api(_) => "Refused",
                 _ => "Unreachable",
             },
@@ -67,7 +69,8 @@ impl Error {
         Action::requeue(Duration::from_secs(seconds))
     }
 
-    /// Whether the object's author should hear of it; conflicts and lost connections pass by themselves.
+    /// Whether the object's author should hear of it; conflicts, lost connections and an API server in trouble pass by
+    /// themselves.
     pub fn concerns_author(&self) -> bool {
         matches!(self, Self::Invalid(_) | Self::NotOurs { .. }) || matches!(self.reason(), "Refused" | "Forbidden")
     }
@@ -105,6 +108,26 @@ mod tests {
             .expect_err("it never answers");
         assert_eq!(error.to_string(), "applying Service chat: no answer within 0 s");
         assert!(!error.concerns_author());
+    }
+
+    #[test]
+    fn an_api_server_in_trouble_is_not_the_authors_business() {
+        let cases = [
+            (400, "Refused", true),
+            (403, "Forbidden", true),
+            (404, "Refused", true),
+            (409, "Conflict", false),
+            (422, "Refused", true),
+            (429, "Unreachable", false),
+            (500, "Unreachable", false),
+            (503, "Unreachable", false),
+            (504, "Unreachable", false),
+        ];
+        for (code, reason, concerns_author) in cases {
+            let status = kube::core::Status::failure("no", "Reason").with_code(code).boxed();
+            let error = Error::Api { stage: "applying".into(), source: Box::new(kube::Error::Api(status)) };
+            assert_eq!((error.reason(), error.concerns_author()), (reason, concerns_author), "{code}");
+        }
     }
 
     #[test]

@@ -77,7 +77,7 @@ pub async fn run_with(
         standing,
         end.clone(),
     ));
-    tasks.spawn(server::serve(listener, metrics.clone(), seen.clone(), end.clone()));
+    tasks.spawn(server::serve(listener, metrics.clone(), config.lease_name.clone(), seen.clone(), end.clone()));
     tasks.close();
 
     let context = Arc::new(Context::new(client, config.settings(), metrics.clone(), config.identity.clone()));

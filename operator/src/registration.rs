@@ -3,6 +3,7 @@
 //! Routers decide for themselves from the same two sources; this is their rule made visible.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crds::{DynamoWorkerMetadata, DynamoWorkerMetadataStatus, condition};
 use jiff::Timestamp;
@@ -14,7 +15,7 @@ use protocol::metadata::WorkerMetadata;
 
 use crate::apply;
 use crate::context::Context;
-use crate::error::Error;
+use crate::error::{CALL_DEADLINE, Error};
 use crate::status::{self, Observation};
 
 /// Reconciler state: the shared context and the EndpointSlices of discovery Services.
@@ -34,6 +35,7 @@ async fn run(object: &DynamoWorkerMetadata, state: &Registrations) -> Result<Act
     if object.meta().deletion_timestamp.is_some() {
         return Ok(Action::await_change());
     }
+    listed(&state.slices, CALL_DEADLINE).await?;
     let namespace = object.namespace();
     let slices: Vec<_> = state.slices.state().into_iter().filter(|slice| slice.namespace() == namespace).collect();
     let observed = [routable(object, &slices)];
@@ -48,6 +50,15 @@ async fn run(object: &DynamoWorkerMetadata, state: &Registrations) -> Result<Act
         }
     }
     Ok(Action::await_change())
+}
+
+/// Waits until all EndpointSlices were listed once: before that, no worker would look routable.
+async fn listed(slices: &Store<EndpointSlice>, after: Duration) -> Result<(), Error> {
+    match tokio::time::timeout(after, slices.wait_until_ready()).await {
+        Ok(Ok(())) => Ok(()),
+        // The watch ends only together with this controller; then nothing is tried again.
+        Ok(Err(_)) | Err(_) => Err(Error::Deadline { stage: "listing EndpointSlices".into(), after }),
+    }
 }
 
 /// Whether routers can send requests to this worker.
@@ -93,6 +104,7 @@ fn routable(object: &DynamoWorkerMetadata, slices: &[Arc<EndpointSlice>]) -> Obs
 
 #[cfg(test)]
 mod tests {
+    use kube::runtime::watcher::Event;
     use serde_json::json;
 
     use super::*;
@@ -124,6 +136,19 @@ mod tests {
 
     fn reason(data: serde_json::Value, slices: Vec<Arc<EndpointSlice>>) -> &'static str {
         routable(&worker(data), &slices).reason
+    }
+
+    #[tokio::test]
+    async fn nothing_is_said_before_the_endpoints_are_listed() {
+        let (slices, mut writer) = kube::runtime::reflector::store::<EndpointSlice>();
+        let early = listed(&slices, Duration::from_millis(1)).await.expect_err("nothing is listed");
+        assert_eq!((early.reason(), early.concerns_author()), ("Deadline", false));
+        assert!(early.to_string().starts_with("listing EndpointSlices: no answer"), "{early}");
+        let (waiting, ()) = tokio::join!(listed(&slices, CALL_DEADLINE), async {
+            writer.apply_watcher_event(&Event::Init);
+            writer.apply_watcher_event(&Event::InitDone);
+        });
+        waiting.expect("an empty list is a list");
     }
 
     #[test]

@@ -103,6 +103,7 @@ mod tests {
         let settings = |paths: &[&str]| Settings {
             image: String::new(),
             image_pull_policy: String::new(),
+            image_pull_secrets: Vec::new(),
             host_model_paths: paths.iter().map(|p| p.to_string()).collect(),
         };
         assert!(source("file:///models/x.gguf", &settings(&["/models"])).is_ok());

@@ -21,8 +21,11 @@ pub struct ServedModel {
 }
 
 /// Per-request routing wishes, from headers or the request body.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 pub struct RouteOptions {
+    /// What tokenized the prompt: the request goes only to workers that this model serves, however long it waits. Without it, to
+    /// those of the model that is served when it comes.
+    pub model: Option<Arc<Model>>,
     /// Send the request to this worker or refuse it (`x-armature-worker`).
     pub pinned_worker: Option<u64>,
 }
@@ -63,7 +66,7 @@ pub enum DispatchError {
     /// The pinned worker is unknown or does not serve the model: 400.
     #[error("worker {0} does not serve this model")]
     UnknownWorker(u64),
-    /// Every worker refused: 429.
+    /// As many workers as one request may try, or all there are, refused it for now: 429.
     #[error("all workers are at their limit: {0}")]
     Overloaded(String),
     /// The worker refused the request as invalid: 400.
@@ -74,7 +77,7 @@ pub enum DispatchError {
     Worker {
         /// Its name.
         worker: String,
-        /// `connecting`, `waiting for the first token`, `generating`, …
+        /// `waiting for the first token`, `generating`, …
         stage: &'static str,
         /// What it said.
         message: String,
@@ -96,6 +99,10 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Every model, by name.
     fn models(&self) -> Vec<Arc<ServedModel>>;
+
+    /// Whether a worker announces this model now or did earlier in this process's life: a model that is known and has no worker
+    /// is unavailable (503), not unknown (404). Bounded: of very many names the oldest are forgotten. Cost: one hash lookup.
+    fn known(&self, name: &str) -> bool;
 
     /// Whether discovery has delivered its first view: what `/ready` answers.
     fn synced(&self) -> bool;

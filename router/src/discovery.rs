@@ -9,6 +9,7 @@ mod kubernetes;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use protocol::metadata::{ModelCard, REQUEST_CODEC, WorkerMetadata, entry_key};
 use tokio::sync::watch;
@@ -33,8 +34,6 @@ pub struct WorkerSpec {
     pub identity: Identity,
     /// Pod or process.
     pub name: String,
-    /// `backend`, `prefill`, …
-    pub component: String,
     /// `host:port` of the request plane.
     pub address: String,
     /// ZeroMQ address of its event publisher, where it has one.
@@ -75,7 +74,7 @@ pub async fn start(
     shutdown: CancellationToken,
 ) -> Result<watch::Receiver<Option<View>>, DiscoveryError> {
     let (publish, view) = watch::channel(None);
-    let sink = Sink { publish, dynamo_namespace };
+    let sink = Sink { publish, dynamo_namespace, twice: Vec::new() };
     match source {
         Source::File { directory } => {
             tokio::spawn(shutdown.run_until_cancelled_owned(file::run(directory, sink)));
@@ -88,17 +87,36 @@ pub async fn start(
     Ok(view)
 }
 
+/// What a worker says of itself, as a backend found it.
+struct Announced<'a> {
+    name: &'a str,
+    metadata: &'a WorkerMetadata,
+    /// When it was written down first.
+    since: SystemTime,
+}
+
 /// Where backends put their views.
 struct Sink {
     publish: watch::Sender<Option<View>>,
     dynamo_namespace: Option<String>,
+    /// See [`Duplicate`]; those of the last view.
+    twice: Vec<Duplicate>,
 }
 
+/// Two workers with one instance id: who is left out, and for whom.
+type Duplicate = (String, String);
+
 impl Sink {
-    /// Publishes the view made of these (name, metadata) pairs, unless it equals the last one.
-    fn publish<'a>(&self, workers: impl IntoIterator<Item = (&'a str, &'a WorkerMetadata)>) {
-        let specs = workers.into_iter().flat_map(|(name, metadata)| self.read(name, metadata));
-        let view = view(specs);
+    /// Publishes the view made of these workers, unless it equals the last one.
+    fn publish<'a>(&mut self, workers: impl IntoIterator<Item = Announced<'a>>) {
+        let specs = workers.into_iter().flat_map(|Announced { name, metadata, since }| {
+            self.read(name, metadata).into_iter().map(move |spec| (since, Arc::new(spec)))
+        });
+        let (view, twice) = view(specs.collect());
+        for (out, kept) in twice.iter().filter(|duplicate| !self.twice.contains(duplicate)) {
+            tracing::warn!(worker = %kept, other = %out, "two workers share an instance id; the newer one counts");
+        }
+        self.twice = twice;
         self.publish.send_if_modified(|last| {
             let changed = last.as_ref() != Some(&view);
             if changed {
@@ -116,19 +134,22 @@ impl Sink {
     }
 }
 
-/// Sorts, and leaves one life for each instance id: the router keys work by it.
-fn view(specs: impl Iterator<Item = WorkerSpec>) -> View {
-    let mut specs: Vec<Arc<WorkerSpec>> = specs.map(Arc::new).collect();
-    specs.sort_by(|a, b| a.identity.cmp(&b.identity));
+/// Sorts, and leaves the newest life for each instance id: the router keys work by it.
+fn view(mut specs: Vec<(SystemTime, Arc<WorkerSpec>)>) -> (View, Vec<Duplicate>) {
+    let mut twice = Vec::new();
+    specs.sort_by(|(since_a, a), (since_b, b)| {
+        let by_age = a.identity.instance_id.cmp(&b.identity.instance_id).then(since_a.cmp(since_b));
+        by_age.then_with(|| a.identity.boot_epoch.cmp(&b.identity.boot_epoch))
+    });
     specs.dedup_by(|later, kept| {
-        let twice = later.identity.instance_id == kept.identity.instance_id;
-        if twice {
-            tracing::warn!(worker = %later.name, other = %kept.name, "two workers share an instance id; the later one counts");
+        let same = later.1.identity.instance_id == kept.1.identity.instance_id;
+        if same {
+            twice.push((kept.1.name.clone(), later.1.name.clone()));
             std::mem::swap(later, kept);
         }
-        twice
+        same
     });
-    specs.into()
+    (specs.into_iter().map(|(_, spec)| spec).collect(), twice)
 }
 
 impl WorkerSpec {
@@ -148,12 +169,14 @@ impl WorkerSpec {
         let events = ours.find_map(|channel| Some(channel.transport.get("zmq")?.as_str()?.to_owned()));
         let boot_epoch = card.armature.as_ref().map(|a| a.boot_epoch.clone()).unwrap_or_default();
         let identity = Identity { instance_id: id, boot_epoch };
-        Some(Self { identity, name: name.to_owned(), component: endpoint.component.clone(), address, events, card })
+        Some(Self { identity, name: name.to_owned(), address, events, card })
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use serde_json::json;
 
     use super::*;
@@ -179,13 +202,17 @@ mod tests {
 
     fn sink(dynamo_namespace: Option<&str>) -> (Sink, watch::Receiver<Option<View>>) {
         let (publish, view) = watch::channel(None);
-        (Sink { publish, dynamo_namespace: dynamo_namespace.map(str::to_owned) }, view)
+        (Sink { publish, dynamo_namespace: dynamo_namespace.map(str::to_owned), twice: Vec::new() }, view)
+    }
+
+    fn announced<'a>(name: &'a str, metadata: &'a WorkerMetadata, since_s: u64) -> Announced<'a> {
+        Announced { name, metadata, since: SystemTime::UNIX_EPOCH + Duration::from_secs(since_s) }
     }
 
     #[test]
     fn a_worker_is_read_from_its_three_maps() {
-        let (sink, view) = sink(None);
-        sink.publish([("w", &metadata(7, "e1"))]);
+        let (mut sink, view) = sink(None);
+        sink.publish([announced("w", &metadata(7, "e1"), 0)]);
         let view = view.borrow().clone().expect("published");
         let spec = &view[0];
         assert_eq!(spec.identity, Identity { instance_id: 7, boot_epoch: "e1".into() });
@@ -194,25 +221,27 @@ mod tests {
 
     #[test]
     fn equal_views_do_not_wake_anybody_and_a_new_epoch_does() {
-        let (sink, mut view) = sink(None);
-        sink.publish([("w", &metadata(7, "e1"))]);
+        let (mut sink, mut view) = sink(None);
+        sink.publish([announced("w", &metadata(7, "e1"), 0)]);
         view.mark_unchanged();
-        sink.publish([("w", &metadata(7, "e1"))]);
+        sink.publish([announced("w", &metadata(7, "e1"), 0)]);
         assert!(!view.has_changed().expect("open"));
-        sink.publish([("w", &metadata(7, "e2"))]);
+        sink.publish([announced("w", &metadata(7, "e2"), 0)]);
         assert!(view.has_changed().expect("open"));
     }
 
     #[test]
     fn other_namespaces_codecs_and_double_ids_are_left_out() {
-        let (sink, view) = sink(Some("other"));
-        sink.publish([("w", &metadata(7, "e1"))]);
+        let (mut sink, view) = sink(Some("other"));
+        sink.publish([announced("w", &metadata(7, "e1"), 0)]);
         assert_eq!(view.borrow().as_deref().map(<[_]>::len), Some(0));
-        let (sink, view) = self::sink(Some("ns"));
+        let (mut sink, view) = self::sink(Some("ns"));
         let mut foreign = metadata(8, "e");
         foreign.endpoints.values_mut().for_each(|e| e.request_plane_codec = Some("msgpack".into()));
-        sink.publish([("a", &metadata(7, "e1")), ("b", &metadata(7, "e2")), ("c", &foreign)]);
+        let (a, b) = (metadata(7, "e2"), metadata(7, "e1"));
+        sink.publish([announced("a", &a, 1), announced("b", &b, 2), announced("c", &foreign, 3)]);
         let view = view.borrow().clone().expect("published");
-        assert_eq!(view.iter().map(|w| w.name.as_str()).collect::<Vec<_>>(), ["b"]);
+        assert_eq!(view.iter().map(|w| w.name.as_str()).collect::<Vec<_>>(), ["b"], "the newer one");
+        assert_eq!(sink.twice, [("a".to_owned(), "b".to_owned())]);
     }
 }

@@ -20,14 +20,13 @@ use crate::metrics::{DecisionLabels, ReasonLabels};
 use crate::request_plane::Stream;
 use crate::workers::{Cluster, ClusterView, Life};
 use booking::{Booking, Placement};
-use reply::Reply;
+use reply::{Expected, Reply};
 
 /// Most workers tried for one request.
 const ATTEMPTS: usize = 4;
 
 /// Stages, as errors name them.
 pub(crate) mod stage {
-    pub(crate) const CONNECTING: &str = "connecting";
     pub(crate) const FIRST_TOKEN: &str = "waiting for the first token";
     pub(crate) const GENERATING: &str = "generating";
 }
@@ -43,8 +42,8 @@ pub struct Dispatcher {
 
 /// Why an attempt failed.
 enum Failure {
-    /// Another worker may do.
-    Retry { reason: &'static str, error: DispatchError },
+    /// Another worker may do. Without an error the worker is just not there for this request: if none is, none is ready.
+    Retry { reason: &'static str, error: Option<DispatchError> },
     /// No worker would do.
     Final(DispatchError),
 }
@@ -57,7 +56,9 @@ impl Dispatcher {
             Mode::RoundRobin => "round-robin",
             Mode::Random => "random",
         };
-        Self { cluster, placement, deadlines: settings.deadlines, match_prefixes: settings.kv_events, mode }
+        // The other modes do not look at what workers hold.
+        let match_prefixes = settings.kv_events && settings.mode == Mode::Kv;
+        Self { cluster, placement, deadlines: settings.deadlines, match_prefixes, mode }
     }
 
     /// Every rank of every worker whose model is loaded.
@@ -101,7 +102,9 @@ impl Dispatcher {
         let (decision, booking) = self.placement.decide(&view.set, &wanted, overlaps)?;
         let metrics = &self.cluster.metrics;
         metrics.decisions.get_or_create(&DecisionLabels { mode: self.mode }).inc();
-        metrics.overlap_blocks.observe(f64::from(decision.terms.overlap.total()));
+        if self.match_prefixes {
+            metrics.overlap_blocks.observe(f64::from(decision.terms.overlap.total()));
+        }
         tracing::debug!(
             request = %request.request_id, worker = decision.rank.worker.0, overlap = decision.terms.overlap.total(),
             cost = decision.terms.cost, "routed"
@@ -117,15 +120,17 @@ impl Dispatcher {
     ) -> Result<(Stream, server_frame::Body), Failure> {
         let spec = life.spec();
         let lost = |stage, message| DispatchError::Worker { worker: spec.name.clone(), stage, message };
-        let mut stream = life.client.open(frame).await.map_err(|error| Failure::Retry {
-            reason: "unreachable",
-            error: lost(stage::CONNECTING, error.to_string()),
+        let mut stream = life.client.open(frame).await.map_err(|error| {
+            tracing::debug!(worker = %spec.name, %error, "cannot open a stream");
+            Failure::Retry { reason: "unreachable", error: None }
         })?;
         let limit = self.deadlines.first_token;
         match timeout_at(Instant::now() + limit, stream.next()).await {
             Ok(Some(server_frame::Body::Failed(failed))) => Err(self.refused(life, failed)),
             Ok(Some(first)) => Ok((stream, first)),
-            Ok(None) => Err(Failure::Retry { reason: "lost", error: lost(stage::FIRST_TOKEN, stream.lost_reason()) }),
+            Ok(None) => {
+                Err(Failure::Retry { reason: "lost", error: Some(lost(stage::FIRST_TOKEN, stream.lost_reason())) })
+            }
             Err(_) => {
                 Err(Failure::Final(DispatchError::Deadline { stage: stage::FIRST_TOKEN, seconds: limit.as_secs() }))
             }
@@ -141,18 +146,20 @@ impl Dispatcher {
         let worker = life.spec().name.clone();
         let error = failure(&worker, stage::FIRST_TOKEN, failed, &self.deadlines);
         match code {
-            ErrorCode::Draining => Failure::Retry { reason: "draining", error },
-            ErrorCode::Overloaded => Failure::Retry { reason: "overloaded", error },
-            ErrorCode::WrongWorker => Failure::Retry { reason: "wrong worker", error },
-            _ => Failure::Final(error),
+            ErrorCode::InvalidRequest | ErrorCode::Deadline => Failure::Final(error),
+            ErrorCode::Draining => Failure::Retry { reason: "draining", error: None },
+            ErrorCode::WrongWorker => Failure::Retry { reason: "wrong worker", error: None },
+            ErrorCode::Overloaded => Failure::Retry { reason: "overloaded", error: Some(error) },
+            _ => Failure::Retry { reason: "failed", error: Some(error) },
         }
     }
 
     async fn dispatch(&self, request: Generate, options: RouteOptions) -> Result<Routed, DispatchError> {
         let no_worker = || DispatchError::NoWorker { model: request.model.clone() };
         let view = self.cluster.view.load_full();
-        let size = view.models.get(&request.model).ok_or_else(no_worker)?.block_size;
-        let (prompt, overlaps) = self.prompt(&request, size);
+        let admitted = view.models.get(&request.model).ok_or_else(no_worker)?;
+        let tokenizer = options.model.unwrap_or_else(|| admitted.served.model.clone());
+        let (prompt, overlaps) = self.prompt(&request, admitted.block_size);
         let pinned = options.pinned_worker.map(WorkerId);
         let model = request.model.clone();
         let mut frame = ClientFrame { stream_id: 0, body: Some(client_frame::Body::Generate(request)) };
@@ -161,6 +168,10 @@ impl Dispatcher {
             // A new view each time: a failure may have changed it.
             let view = self.cluster.view.load_full();
             let Some(client_frame::Body::Generate(request)) = &frame.body else { break };
+            // Since the prompt was tokenized the name may have gone over to other files, whose workers would misread the tokens.
+            if !view.models.get(&model).is_some_and(|now| Arc::ptr_eq(&now.served.model, &tokenizer)) {
+                break;
+            }
             let (decision, booking) = match self.place(&view, request, &prompt, &overlaps, pinned, &tried) {
                 Ok(placed) => placed,
                 Err(Refusal::UnknownPin(worker)) => return Err(DispatchError::UnknownWorker(worker.0)),
@@ -170,12 +181,12 @@ impl Dispatcher {
             tried.push(worker);
             let Some(life) = view.workers.get(&worker) else { continue };
             match self.attempt(life, &mut frame).await {
-                Ok((stream, first)) => return Ok(self.routed(life.clone(), &decision, booking, stream, first)),
+                Ok(answer) => return Ok(self.routed(life.clone(), &decision, booking, answer, &prompt)),
                 Err(Failure::Final(error)) => return Err(error),
                 Err(Failure::Retry { reason, error }) => {
                     self.cluster.metrics.retries.get_or_create(&ReasonLabels { reason }).inc();
-                    tracing::debug!(%error, "trying another worker");
-                    last_error = Some(error);
+                    tracing::debug!(reason, worker = %life.spec().name, "trying another worker");
+                    last_error = error.or(last_error);
                 }
             }
         }
@@ -187,11 +198,17 @@ impl Dispatcher {
         life: Arc<Life>,
         decision: &Decision,
         booking: Booking,
-        stream: Stream,
-        first: server_frame::Body,
+        (stream, first): (Stream, server_frame::Body),
+        prompt: &Prompt,
     ) -> Routed {
         let (spec, overlap_blocks) = (life.spec(), decision.terms.overlap.total());
-        let expected = self.match_prefixes.then_some(overlap_blocks);
+        let first_block = prompt.blocks.first().filter(|_| self.match_prefixes);
+        let expected = first_block.map(|&first_block| Expected {
+            rank: decision.rank,
+            blocks: overlap_blocks,
+            first_block,
+            index: self.cluster.index.clone(),
+        });
         let reply = Reply::new(stream, first, booking, life, expected, self.deadlines);
         Routed {
             worker_id: spec.identity.instance_id,
@@ -212,6 +229,10 @@ impl Backend for Dispatcher {
         let mut models: Vec<_> = view.models.values().map(|model| model.served.clone()).collect();
         models.sort_by(|a, b| a.card.display_name.cmp(&b.card.display_name));
         models
+    }
+
+    fn known(&self, name: &str) -> bool {
+        self.cluster.view.load().created.contains_key(name)
     }
 
     fn synced(&self) -> bool {

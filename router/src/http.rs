@@ -3,19 +3,18 @@
 //! Connections are accepted by our own loop, because of `TCP_NODELAY`, the connection limit, the header timeout and a
 //! drain that ends. HTTP/1 and HTTP/2 without TLS share the port.
 
+mod admission;
 mod body;
+mod connection;
 mod generate;
 pub mod metrics;
 mod pages;
 mod routes;
+mod socket;
 
-use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hyper::service::service_fn;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use hyper_util::server::conn::auto::Builder;
 use prometheus_client::registry::Registry;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
@@ -23,6 +22,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::backend::Backend;
+use admission::Admission;
 use metrics::FrontendMetrics;
 use routes::Frontend;
 
@@ -54,6 +54,21 @@ pub struct FrontendConfig {
         value_parser = clap::value_parser!(u64).range(1..))]
     pub body_timeout_s: u64,
 
+    /// Time without progress after which a response that its client does not read is given up, in seconds
+    #[arg(long, env = "ARMATURE_WRITE_TIMEOUT_S", default_value_t = FrontendConfig::default().write_timeout_s,
+        value_parser = clap::value_parser!(u64).range(1..))]
+    pub write_timeout_s: u64,
+
+    /// Most bytes of request bodies being read and tokenized; further requests are refused with 429
+    #[arg(long, env = "ARMATURE_PREPROCESS_BYTES", default_value_t = FrontendConfig::default().preprocess_bytes,
+        value_parser = at_least_one)]
+    pub preprocess_bytes: usize,
+
+    /// Most large requests being tokenized; further ones are refused with 429
+    #[arg(long, env = "ARMATURE_PREPROCESS_JOBS", default_value_t = FrontendConfig::default().preprocess_jobs,
+        value_parser = at_least_one)]
+    pub preprocess_jobs: usize,
+
     /// Most open connections; further ones wait in the listener's queue
     #[arg(long, env = "ARMATURE_MAX_CONNECTIONS", default_value_t = FrontendConfig::default().max_connections,
         value_parser = at_least_one)]
@@ -72,6 +87,9 @@ impl Default for FrontendConfig {
             keep_alive_ms: 10_000,
             header_timeout_s: 60,
             body_timeout_s: 60,
+            write_timeout_s: 60,
+            preprocess_bytes: 512 << 20,
+            preprocess_jobs: 64,
             max_connections: 16_384,
             drain_timeout_s: 30,
         }
@@ -105,9 +123,11 @@ pub async fn serve<B: Backend>(
     let abort = CancellationToken::new();
     let kill = CancellationToken::new();
     let permits = Arc::new(Semaphore::new(config.max_connections.min(Semaphore::MAX_PERMITS)));
-    let builder = builder(&config);
+    let builder = connection::builder(&config);
+    let admission = Admission::new(&config, &metrics);
+    let (draining, abort_requests) = (shutdown.clone(), abort.clone());
     let frontend =
-        Arc::new(Frontend { backend, config, metrics, registry, draining: shutdown.clone(), abort: abort.clone() });
+        Arc::new(Frontend { backend, config, admission, metrics, registry, draining, abort: abort_requests });
     let connections = TaskTracker::new();
     let accepting = async {
         loop {
@@ -116,7 +136,7 @@ pub async fn serve<B: Backend>(
             let (frontend, builder) = (frontend.clone(), builder.clone());
             let (shutdown, kill) = (shutdown.clone(), kill.clone());
             connections.spawn(async move {
-                serve_connection(stream, frontend, builder, shutdown, kill).await;
+                connection::serve(stream, frontend, builder, shutdown, kill).await;
                 drop(permit);
             });
         }
@@ -138,19 +158,6 @@ pub async fn serve<B: Backend>(
     }
 }
 
-fn builder(config: &FrontendConfig) -> Builder<TokioExecutor> {
-    let header_timeout = Duration::from_secs(config.header_timeout_s);
-    let mut builder = Builder::new(TokioExecutor::new());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(header_timeout);
-    builder
-        .http2()
-        .timer(TokioTimer::new())
-        .keep_alive_interval(header_timeout / 2)
-        .keep_alive_timeout(header_timeout / 2)
-        .max_concurrent_streams(1024);
-    builder
-}
-
 async fn accept(listener: &TcpListener) -> TcpStream {
     loop {
         match listener.accept().await {
@@ -164,39 +171,6 @@ async fn accept(listener: &TcpListener) -> TcpStream {
                 tracing::warn!(%error, "accepting a connection failed");
                 tokio::time::sleep(ACCEPT_PAUSE).await;
             }
-        }
-    }
-}
-
-async fn serve_connection<B: Backend>(
-    stream: TcpStream,
-    frontend: Arc<Frontend<B>>,
-    builder: Builder<TokioExecutor>,
-    shutdown: CancellationToken,
-    kill: CancellationToken,
-) {
-    let _open = frontend.metrics.connection();
-    let service = service_fn(move |request| {
-        let frontend = frontend.clone();
-        async move { Ok::<_, Infallible>(frontend.handle(request).await) }
-    });
-    let connection = builder.serve_connection(TokioIo::new(stream), service);
-    let mut connection = std::pin::pin!(connection);
-    let mut draining = false;
-    loop {
-        tokio::select! {
-            biased;
-            result = connection.as_mut() => {
-                if let Err(error) = result {
-                    tracing::debug!(%error, "a connection ended");
-                }
-                return;
-            }
-            () = shutdown.cancelled(), if !draining => {
-                draining = true;
-                connection.as_mut().graceful_shutdown();
-            }
-            () = kill.cancelled() => return,
         }
     }
 }

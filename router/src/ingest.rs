@@ -4,6 +4,7 @@
 //! events are applied as they come. `cursor` decides what each event means, `subscription` reads the event plane, `query`
 //! asks for what was missed. Recovery runs beside the live events, which wait for it in a bounded queue.
 
+mod batches;
 mod cursor;
 mod query;
 mod subscription;
@@ -11,6 +12,7 @@ mod wire;
 
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures::StreamExt;
@@ -24,6 +26,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::metrics::{CoreMetrics, ReasonLabels};
 use crate::request_plane::Client;
+use batches::Batches;
 use cursor::{Cursor, Verdict, Wish};
 use query::{Answer, QueryError};
 use subscription::{Message, Subscription};
@@ -31,11 +34,14 @@ use subscription::{Message, Subscription};
 /// First and longest pause before a failed recovery is tried again.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
-/// Events applied under one lock of the index: matches wait for no more than that.
-const BATCH: usize = 64;
-
 /// Shortest time between two dumps that orphans ask for: an engine that stores under evicted parents must not cause one each time.
 const ORPHAN_DUMPS: Duration = Duration::from_secs(10);
+
+/// Blocks that a rank may hold for each block of device memory it claims: room for tiers below it, of which cards say nothing.
+const TIER_SLACK: u64 = 16;
+
+/// Least limit of blocks a rank; a claim that is too low must not blind the index.
+const LEAST_LIMIT: usize = 1 << 16;
 
 /// What the ingest of one worker needs of the router.
 pub(crate) struct Feed {
@@ -45,6 +51,10 @@ pub(crate) struct Feed {
     pub(crate) name: String,
     /// Data-parallel ranks behind it.
     pub(crate) ranks: u32,
+    /// Blocks of device memory behind each rank, if it says.
+    pub(crate) total_blocks: Option<u64>,
+    /// Set while nothing is known to be missing.
+    pub(crate) live: Arc<AtomicBool>,
     /// Address of its publisher.
     pub(crate) events: String,
     /// Its connection.
@@ -63,7 +73,9 @@ pub(crate) fn start(feed: Feed) {
     tokio::spawn(async move {
         let ranks = (0..feed.ranks).map(|_| Rank::default()).collect();
         let mut ingest = Ingest { feed, ranks, recoveries: FuturesUnordered::new() };
+        ingest.limit();
         stop.run_until_cancelled(ingest.run()).await;
+        ingest.feed.live.store(false, Ordering::Relaxed);
         let held: usize = ingest.ranks.iter().map(|rank| rank.cursor.held()).sum();
         ingest.feed.metrics.events_held.dec_by(held as i64);
     });
@@ -86,10 +98,24 @@ struct Ingest {
 }
 
 impl Ingest {
+    /// Bounds what a broken or hostile engine can make the index hold.
+    fn limit(&self) {
+        let Feed { worker, total_blocks, .. } = self.feed;
+        let Some(total) = total_blocks else { return };
+        let limit = usize::try_from(total.saturating_mul(TIER_SLACK)).unwrap_or(usize::MAX);
+        let limit = limit.clamp(LEAST_LIMIT, kv_index::prefix::MAX_RANK_BLOCKS);
+        let mut index = self.feed.index.write();
+        if !self.feed.stop.is_cancelled() {
+            (0..self.feed.ranks).for_each(|dp_rank| index.set_limit(WorkerRank { worker, dp_rank }, limit));
+        }
+    }
+
     async fn run(&mut self) {
         let (mut subscription, mut messages) =
             Subscription::start(self.feed.events.clone(), self.feed.worker.0, self.feed.metrics.clone());
         loop {
+            let live = self.ranks.iter().all(|rank| rank.cursor.is_live());
+            self.feed.live.store(live, Ordering::Relaxed);
             let due = self.ranks.iter().filter_map(|rank| rank.cursor.due()).min();
             tokio::select! {
                 message = messages.recv() => match message {
@@ -128,12 +154,12 @@ impl Ingest {
             }
             Message::Events(events) => {
                 let mut touched = Vec::new();
-                for event in events {
+                for event in &events {
                     if !touched.contains(&event.dp_rank) {
                         touched.push(event.dp_rank);
                     }
-                    self.event(event);
                 }
+                self.events(events);
                 for rank in touched {
                     self.settle(rank);
                 }
@@ -144,7 +170,9 @@ impl Ingest {
 
     fn load(&mut self, load: &ActiveLoad) {
         if load.dp_rank < self.feed.ranks {
-            self.ranks[load.dp_rank as usize].cursor.reported(load.last_event_id, Instant::now());
+            if self.ranks[load.dp_rank as usize].cursor.reported(load.last_event_id, Instant::now()) {
+                self.restarted(load.dp_rank);
+            }
             self.settle(load.dp_rank);
         }
         if load.draining {
@@ -152,46 +180,78 @@ impl Ingest {
         }
     }
 
-    /// One live event.
-    fn event(&mut self, event: KvEvent) {
-        let dp_rank = event.dp_rank;
+    /// Live events. What may be applied is collected, so that a run of small events takes the lock once.
+    fn events(&mut self, events: impl IntoIterator<Item = KvEvent>) {
+        let mut run: Vec<KvEvent> = Vec::new();
+        for event in events {
+            let dp_rank = event.dp_rank;
+            if run.last().is_some_and(|last| last.dp_rank != dp_rank) {
+                self.apply_run(&mut run);
+            }
+            match self.verdict(event) {
+                Some(Verdict::Apply(event)) => run.push(event),
+                Some(Verdict::Restarted) => {
+                    self.apply_run(&mut run);
+                    self.restarted(dp_rank);
+                }
+                Some(Verdict::Duplicate) => {
+                    self.feed.metrics.events_duplicate.inc();
+                }
+                Some(Verdict::Held | Verdict::Gap) | None => {}
+            }
+        }
+        self.apply_run(&mut run);
+    }
+
+    /// What a live event means; `None` for one of a rank that the worker does not claim.
+    fn verdict(&mut self, event: KvEvent) -> Option<Verdict> {
         let metrics = &self.feed.metrics;
-        let Some(rank) = self.ranks.get_mut(dp_rank as usize) else {
+        let Some(rank) = self.ranks.get_mut(event.dp_rank as usize) else {
             metrics.events_refused.get_or_create(&ReasonLabels { reason: "unknown rank" }).inc();
-            return;
+            return None;
         };
         let held = rank.cursor.held();
         let verdict = rank.cursor.live(event, Instant::now());
         metrics.events_held.inc_by(rank.cursor.held() as i64 - held as i64);
-        match verdict {
-            Verdict::Apply(event) => self.apply(dp_rank, std::slice::from_ref(&event)),
-            Verdict::Duplicate => {
-                metrics.events_duplicate.inc();
-            }
-            Verdict::Held | Verdict::Gap => {}
-            Verdict::Restarted => {
-                tracing::info!(worker = %self.feed.name, dp_rank, "event ids went backwards: the engine restarted");
-                self.clear(dp_rank);
-            }
+        Some(verdict)
+    }
+
+    /// Applies events of one rank.
+    fn apply_run(&mut self, run: &mut Vec<KvEvent>) {
+        let Some(dp_rank) = run.first().map(|event| event.dp_rank) else { return };
+        for batch in Batches::of(std::mem::take(run)) {
+            self.apply(dp_rank, &batch);
         }
+    }
+
+    /// The engine's numbering began again: nothing that it held before is there any more.
+    fn restarted(&mut self, dp_rank: u32) {
+        tracing::info!(worker = %self.feed.name, dp_rank, "event ids went backwards: the engine restarted");
+        self.clear(dp_rank);
     }
 
     /// Applies events to the index, unless the feed has been stopped: that is checked under the lock, so that nothing is added
     /// after the worker was removed.
     fn apply(&mut self, dp_rank: u32, events: &[KvEvent]) {
         let rank = WorkerRank { worker: self.feed.worker, dp_rank };
-        let mut orphans = 0;
+        let (mut orphans, mut refused) = (0, 0);
         {
             let mut index = self.feed.index.write();
             if self.feed.stop.is_cancelled() {
                 return;
             }
             for event in events {
-                orphans += index.apply(rank, event.tier, &event.data).orphans;
+                let applied = index.apply(rank, event.tier, &event.data);
+                orphans += applied.orphans;
+                refused += u64::from(applied.refused > 0);
             }
             self.feed.metrics.index_blocks.set(index.len() as i64);
         }
-        self.feed.metrics.events_applied.inc_by(events.len() as u64);
+        let metrics = &self.feed.metrics;
+        metrics.events_applied.inc_by(events.len() as u64);
+        if refused > 0 {
+            metrics.events_refused.get_or_create(&ReasonLabels { reason: "rank is full" }).inc_by(refused);
+        }
         let state = &mut self.ranks[dp_rank as usize];
         let recent = state.orphan_dump.is_some_and(|last| last.elapsed() < ORPHAN_DUMPS);
         if orphans > 0 && !recent {
@@ -255,22 +315,21 @@ impl Ingest {
         let now = Instant::now();
         if dump {
             self.clear(dp_rank);
-            for piece in events.chunks(BATCH) {
-                self.apply(dp_rank, piece);
+            for batch in Batches::of(events) {
+                self.apply(dp_rank, &batch);
                 tokio::task::yield_now().await;
             }
             self.ranks[dp_rank as usize].cursor.dumped(last_event_id, now);
         } else {
             let fresh = self.ranks[dp_rank as usize].cursor.ranged(events, last_event_id, now);
-            for piece in fresh.chunks(BATCH) {
-                self.apply(dp_rank, piece);
+            for batch in Batches::of(fresh) {
+                self.apply(dp_rank, &batch);
                 tokio::task::yield_now().await;
             }
         }
         let cursor = &mut self.ranks[dp_rank as usize].cursor;
         self.feed.metrics.events_held.dec_by(cursor.held() as i64);
-        for event in cursor.release() {
-            self.event(event);
-        }
+        let held = cursor.release();
+        self.events(held);
     }
 }

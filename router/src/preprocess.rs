@@ -36,14 +36,12 @@ pub fn prepare(
 ) -> Result<Prepared, ApiError> {
     let params = Params::check(request, endpoint, max_choices)?;
     params.check_tokens(served.model.vocabulary().size())?;
+    check_count(request, endpoint, params.n, max_choices)?;
+    check_size(served, request, endpoint)?;
     let prompts = match endpoint {
         Endpoint::Chat => vec![chat_tokens(&served.model, request)?],
         Endpoint::Completions => completion_tokens(&served.model, request)?,
     };
-    if prompts.len() * params.n > max_choices {
-        let message = format!("{} prompts times n = {} are over the limit of {max_choices}", prompts.len(), params.n);
-        return Err(ApiError::invalid("prompt", message));
-    }
     for tokens in &prompts {
         if tokens.is_empty() {
             return Err(ApiError::invalid(endpoint.prompt_field(), "the prompt has no tokens"));
@@ -52,6 +50,52 @@ pub fn prepare(
     }
     let echo = if params.echo { echo(&served.model, request, &prompts) } else { Vec::new() };
     Ok(Prepared { params, prompts: prompts.into_iter().map(Arc::from).collect(), echo })
+}
+
+/// Prompts times `n`; before anything is tokenized.
+fn check_count(request: &Request, endpoint: Endpoint, n: usize, max_choices: usize) -> Result<(), ApiError> {
+    let prompts = match (endpoint, &request.prompt) {
+        (Endpoint::Chat, _) | (_, None) => 1,
+        (_, Some(Prompt::Texts(texts))) => texts.len(),
+        (_, Some(Prompt::Tokens(lists))) => lists.len(),
+    };
+    if prompts * n <= max_choices {
+        return Ok(());
+    }
+    let message = format!("{prompts} prompts times n = {n} are over the limit of {max_choices}");
+    Err(ApiError::invalid("prompt", message))
+}
+
+/// How many bytes of text a normalizer makes one of, at most: a Hangul syllable of three letters takes a third of their room.
+const NORMALIZER_SHRINK: usize = 3;
+
+/// Refuses text that cannot fit into the context even if it were all made of the longest token; its exact length
+/// would take seconds to find out.
+fn check_size(served: &ServedModel, request: &Request, endpoint: Endpoint) -> Result<(), ApiError> {
+    let context = served.card.context_length as usize;
+    let most = context.saturating_mul(served.model.vocabulary().longest().max(1)).saturating_mul(NORMALIZER_SHRINK);
+    let bytes = match endpoint {
+        Endpoint::Chat => request.messages.iter().flatten().map(kept_bytes).sum(),
+        Endpoint::Completions => match &request.prompt {
+            Some(Prompt::Texts(texts)) => texts.iter().map(String::len).max().unwrap_or(0),
+            _ => 0,
+        },
+    };
+    if context == 0 || bytes <= most {
+        return Ok(());
+    }
+    let message = format!("a prompt of {bytes} bytes does not fit into the context of {context} tokens");
+    Err(ApiError::context_length(endpoint.prompt_field(), message))
+}
+
+/// Bytes of a message that templates keep; of an assistant's some leave its reasoning out.
+fn kept_bytes(message: &Message) -> usize {
+    match &message.content {
+        _ if message.role.as_deref() == Some("assistant") => 0,
+        Some(MessageContent::Text(text)) => text.len(),
+        Some(MessageContent::Parts(parts)) => parts.iter().filter_map(|part| part.text.as_ref()).map(String::len).sum(),
+        None => 0,
+    }
 }
 
 impl Prepared {

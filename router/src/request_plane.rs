@@ -96,7 +96,7 @@ impl Client {
         Self { state, deadline, signals }
     }
 
-    /// Whether the last dial failed. Cost: one uncontended lock.
+    /// Whether the connection was lost or the last dial failed. Cost: one uncontended lock.
     pub(crate) fn is_down(&self) -> bool {
         matches!(*self.state.borrow(), State::Down(_))
     }
@@ -111,7 +111,8 @@ impl Client {
         self.signals.draining.store(true, Ordering::Relaxed);
     }
 
-    /// Opens a stream with its first frame. Waits for a dial that is going on, never for one that is not.
+    /// Opens a stream with its first frame. Waits for the first dial; while a lost connection is being made anew it fails at
+    /// once, so that the request goes elsewhere.
     pub(crate) async fn open(&self, frame: &mut ClientFrame) -> Result<Stream, OpenError> {
         let mut state = self.state.clone();
         let settled = state.wait_for(|state| !matches!(state, State::Dialing));
@@ -156,7 +157,9 @@ async fn keep_up(
                 if since.elapsed() > GOOD {
                     pause = BACKOFF.0;
                 }
-                state.send_replace(State::Dialing);
+                // Down and not dialing while it pauses: requests go elsewhere at once.
+                state.send_replace(State::Down(reason.into()));
+                changed.notify_one();
             }
             Err(error) => {
                 let was_down = matches!(*state.borrow(), State::Down(_));

@@ -19,25 +19,6 @@ use crate::http::metrics::RequestGuard;
 use crate::openai::error::ApiError;
 use choice::Choice;
 
-/// Who serves a request.
-#[derive(Clone, Debug)]
-pub struct ServedBy {
-    /// Name of the worker.
-    pub name: String,
-    /// Its instance id.
-    pub id: u64,
-    /// Prompt blocks that the router expects it to reuse.
-    pub overlap_blocks: u32,
-}
-
-/// A request that workers have taken.
-pub struct Started {
-    /// Who serves its first choice.
-    pub served_by: ServedBy,
-    /// Its answers in the making, in groups of `n` for each prompt.
-    pub choices: Vec<Choice>,
-}
-
 /// Waits until every choice has ended. `abort` ends the wait when the process must go.
 pub async fn whole(
     choices: &mut [Choice],

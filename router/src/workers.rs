@@ -8,7 +8,7 @@
 mod life;
 mod models;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -31,6 +31,9 @@ use models::{ModelKey, Models};
 
 /// Tokens per block where a card does not say; only the load is counted in them then.
 const DEFAULT_BLOCK_SIZE: BlockSize = BlockSize::new(16).expect("not zero");
+
+/// Most model names remembered, those that are announced now apart: enough for years of rollouts.
+const NAMES: usize = 1024;
 
 /// What every part of the core shares.
 pub(crate) struct Cluster {
@@ -78,6 +81,8 @@ pub(crate) struct ClusterView {
     pub(crate) models: HashMap<String, ModelView>,
     /// Workers with a loaded model, for the decision.
     pub(crate) set: WorkerSet,
+    /// When each model name was first seen, in seconds since 1970; also of models that no worker announces any more.
+    pub(crate) created: Arc<HashMap<String, u64>>,
     /// Workers that cannot be reached now.
     pub(crate) down: Vec<WorkerId>,
 }
@@ -97,7 +102,7 @@ pub(crate) async fn run(
     shutdown: CancellationToken,
 ) {
     let mut workers =
-        Workers { cluster, lives: BTreeMap::new(), models: Models::default(), seen: 0, created: HashMap::new() };
+        Workers { cluster, lives: BTreeMap::new(), models: Models::default(), seen: 0, created: Arc::default() };
     let mut discovering = true;
     loop {
         let retry = workers.models.retry_at();
@@ -127,8 +132,8 @@ struct Workers {
     models: Models,
     /// Lives started so far.
     seen: u64,
-    /// When each model name was first served.
-    created: HashMap<String, u64>,
+    /// See [`ClusterView::created`].
+    created: Arc<HashMap<String, u64>>,
 }
 
 impl Workers {
@@ -179,6 +184,8 @@ impl Workers {
 
     /// Publishes a view of the present state.
     fn publish(&mut self) {
+        let announced = self.lives.values().map(|life| life.spec().card.display_name.clone()).collect();
+        remember(&mut self.created, &announced, now_s());
         let mut models = HashMap::new();
         let mut routable = Vec::new();
         let mut mismatched = 0;
@@ -196,11 +203,14 @@ impl Workers {
             for life in &lives {
                 if block_size.is_none_or(|size| life.block_size() != Some(size)) {
                     self.ignore_events(life, block_size);
+                } else if self.cluster.kv_events {
+                    // The size they are measured by may have changed to theirs.
+                    life.resume_events(&self.cluster.index, &self.cluster.metrics);
                 }
                 mismatched += i64::from(life.events_unusable());
-                routable.extend(life.routing_workers());
+                routable.extend(life.routing_worker());
             }
-            let created_s = *self.created.entry(name.clone()).or_insert_with(now_s);
+            let created_s = self.created.get(&name).copied().unwrap_or_else(now_s);
             let served = Arc::new(ServedModel { card: newest.spec().card.clone(), model: model.clone(), created_s });
             models.insert(name, ModelView { served, block_size: block_size.unwrap_or(DEFAULT_BLOCK_SIZE) });
         }
@@ -213,7 +223,7 @@ impl Workers {
         metrics.workers_routable.set(open as i64);
         metrics.workers_event_mismatch.set(mismatched);
         let workers = self.lives.values().map(|life| (life.worker_id(), life.clone())).collect();
-        self.cluster.view.store(Arc::new(ClusterView { workers, models, set, down }));
+        self.cluster.view.store(Arc::new(ClusterView { workers, models, set, created: self.created.clone(), down }));
     }
 
     /// Of each model name, the variant (set of files) that most workers serve. Prompts are tokenized by one variant, so workers
@@ -249,6 +259,44 @@ impl Workers {
     }
 }
 
+/// Adds the names that are new; of too many, the oldest that nobody announces are forgotten.
+fn remember(created: &mut Arc<HashMap<String, u64>>, announced: &HashSet<String>, now_s: u64) {
+    if announced.iter().all(|name| created.contains_key(name)) {
+        return;
+    }
+    let created = Arc::make_mut(created);
+    for name in announced {
+        created.entry(name.clone()).or_insert(now_s);
+    }
+    while created.len() > NAMES {
+        let past = created.iter().filter(|(name, _)| !announced.contains(*name));
+        let Some(oldest) = past.min_by_key(|(_, first_s)| **first_s).map(|(name, _)| name.clone()) else { break };
+        created.remove(&oldest);
+    }
+}
+
 fn now_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_remembered_and_of_too_many_the_oldest_go() {
+        let mut created = Arc::default();
+        let stays = HashSet::from(["stays".to_owned()]);
+        remember(&mut created, &stays, 0);
+        for n in 1..NAMES as u64 + 10 {
+            let announced = HashSet::from(["stays".to_owned(), format!("m{n}")]);
+            remember(&mut created, &announced, n);
+            assert_eq!(created.get("stays"), Some(&0), "announced all the time");
+        }
+        assert_eq!(created.len(), NAMES);
+        assert!(!created.contains_key("m1") && created.contains_key(&format!("m{NAMES}")));
+        let before = created.clone();
+        remember(&mut created, &stays, 5000);
+        assert!(Arc::ptr_eq(&before, &created), "nothing new, nothing copied");
+    }
 }

@@ -10,5 +10,9 @@ mod connections;
 mod harness;
 #[path = "frontend/model.rs"]
 mod model;
+#[path = "frontend/overload.rs"]
+mod overload;
 #[path = "frontend/refusals.rs"]
 mod refusals;
+#[path = "frontend/scripted.rs"]
+mod scripted;

@@ -10,10 +10,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kv_index::local::{LocalIndexer, RingLimits};
-use parking_lot::Mutex;
 use protocol::metadata::WorkerMetadata;
 use tokio::net::TcpListener;
-use tokio::sync::watch;
+use tokio::sync::{Mutex, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 

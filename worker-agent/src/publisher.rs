@@ -12,9 +12,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use kv_index::local::LocalIndexer;
-use parking_lot::Mutex;
 use protocol::event_plane::{self, ActiveLoad, Envelope, KV_EVENTS, KV_METRICS, MAX_BATCH_EVENTS};
-use tokio::sync::mpsc;
+use tokio::sync::{Mutex, mpsc};
 use tokio::time::{Instant, MissedTickBehavior};
 use zeromq::{Endpoint, PubSocket, Socket, SocketSend, ZmqError, ZmqMessage};
 
@@ -65,6 +64,13 @@ pub struct Publisher {
     load: Topic,
 }
 
+/// What the publisher knows of its indexer without asking: nobody else adds events.
+#[derive(Clone, Copy)]
+struct Cursor {
+    dp_rank: u32,
+    last_event_id: Option<u64>,
+}
+
 /// A topic and the sequence number of its next message.
 struct Topic {
     name: &'static str,
@@ -95,6 +101,10 @@ impl Publisher {
         let mut check = tokio::time::interval(LOAD_CHECK);
         check.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut taken = Vec::with_capacity(MAX_BATCH_EVENTS);
+        let mut cursor = {
+            let indexer = source.indexer.lock().await;
+            Cursor { dp_rank: indexer.dp_rank(), last_event_id: indexer.last_id() }
+        };
         let mut reported: Option<(ActiveLoad, Instant)> = None;
         loop {
             tokio::select! {
@@ -102,10 +112,10 @@ impl Publisher {
                     if count == 0 {
                         return Err(PublisherError::EngineStopped);
                     }
-                    self.publish_events(&mut taken, &source).await;
+                    self.publish_events(&mut taken, &mut cursor, &source).await;
                 }
                 now = check.tick() => {
-                    let load = load_report(&source);
+                    let load = load_report(&source, cursor);
                     let due = reported.as_ref().is_none_or(|(last, at)| *last != load || now - *at >= LOAD_HEARTBEAT);
                     if due {
                         let payload = event_plane::encode_load(&load);
@@ -118,10 +128,12 @@ impl Publisher {
         }
     }
 
-    async fn publish_events(&mut self, taken: &mut Vec<ArenaEvent>, source: &Source) {
+    async fn publish_events(&mut self, taken: &mut Vec<ArenaEvent>, cursor: &mut Cursor, source: &Source) {
         let numbered: Vec<_> = {
-            let mut indexer = source.indexer.lock();
-            taken.drain(..).flat_map(|event| indexer.apply(event.tier, event.data)).collect()
+            let mut indexer = source.indexer.lock().await;
+            let numbered = taken.drain(..).flat_map(|event| indexer.apply(event.tier, event.data)).collect();
+            cursor.last_event_id = indexer.last_id();
+            numbered
         };
         for batch in batch::batches(&numbered) {
             let events: Vec<_> = batch.iter().map(|event| wire::router_event(source.instance_id, event)).collect();
@@ -147,18 +159,17 @@ async fn send(socket: &mut PubSocket, topic: &mut Topic, publisher_id: u64, payl
     }
 }
 
-fn load_report(source: &Source) -> ActiveLoad {
+fn load_report(source: &Source, cursor: Cursor) -> ActiveLoad {
     let load = source.engine.load();
-    let indexer = source.indexer.lock();
     ActiveLoad {
         worker_id: source.instance_id,
-        dp_rank: indexer.dp_rank(),
+        dp_rank: cursor.dp_rank,
         active_decode_blocks: Some(load.active_blocks as u64),
         active_prefill_tokens: Some(load.pending_prefill_tokens as u64),
         kv_used_blocks: Some(load.used_blocks as u64),
         running_requests: Some(load.running as u64),
         waiting_requests: Some(load.waiting as u64),
-        last_event_id: indexer.last_id(),
+        last_event_id: cursor.last_event_id,
         draining: source.drain.is_draining(),
     }
 }

@@ -6,6 +6,7 @@
 
 mod bulk;
 mod connection;
+mod liveness;
 mod streams;
 
 use std::collections::BTreeMap;
@@ -14,10 +15,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kv_index::local::LocalIndexer;
-use parking_lot::Mutex;
 use protocol::request_plane::{ErrorCode, Failed, ServerFrame, server_frame};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use tokio::sync::{Mutex, Semaphore};
 use tokio_util::task::TaskTracker;
 
 use crate::drain::Drain;
@@ -40,7 +40,7 @@ pub struct Service {
     pub identity: Identity,
     /// Runs the requests.
     pub engine: Arc<dyn Engine>,
-    /// Answers queries about KV events.
+    /// Answers queries about KV events. Locked while a whole state is copied: tasks await it, blocking threads block.
     pub indexer: Arc<Mutex<LocalIndexer>>,
     /// Files of the model, by name.
     pub files: BTreeMap<String, Bytes>,

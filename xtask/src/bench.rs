@@ -25,12 +25,7 @@ pub fn run(bench: &Command) -> anyhow::Result<()> {
     match bench {
         Command::Engine(rest) => {
             let mut engine = command(root().join("bench/engine/run"));
-            run_command(
-                engine
-                    .args(&rest.arguments)
-                    .env("ARMATURE_MODEL", model::obtain()?)
-                    .env("ARMATURE_TARGET", binaries()?),
-            )
+            run_command(engine.args(&rest.arguments).env("ARMATURE_MODEL", model::obtain()?))
         }
         Command::Frontend(rest) => {
             let mut frontend = built("frontend-bench")?;

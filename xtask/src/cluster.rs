@@ -10,7 +10,7 @@ use std::process::{Command as Process, Stdio};
 
 use anyhow::{Context, bail};
 
-use crate::process::{command, quiet, root, run as run_command, succeeds};
+use crate::process::{command, quiet, root, run as run_command};
 use crate::setup::{cache, debian, say};
 
 pub use binaries::{binaries, helm, helm_binary};
@@ -125,8 +125,8 @@ pub fn load_image(tar: &Path) -> anyhow::Result<()> {
 /// A command that runs inside the cluster's namespaces; the caller adds program and arguments.
 pub fn inside() -> anyhow::Result<Process> {
     let (dir, pid) = (state()?, supervisor()?);
-    let init = quiet(command("pgrep").args(["--parent", &pid]))?;
-    let init = init.lines().next().context("the cluster has no first process")?.to_owned();
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"))?;
+    let init = children.split_whitespace().next().context("the cluster has no first process")?.to_owned();
     let mut enter = command("nsenter");
     enter.args(["--target", &init, "--mount", "--net", "--pid"]).arg(format!("--wd={}", root().display()));
     enter.env("KUBECONFIG", dir.join("admin.conf")).env("PATH", with_path(&binaries()?)?).stdin(Stdio::null());
@@ -137,11 +137,13 @@ pub fn inside() -> anyhow::Result<Process> {
 fn supervisor() -> anyhow::Result<String> {
     let pid =
         std::fs::read_to_string(state()?.join("pid")).context("no cluster; start one with `cargo xtask cluster up`")?;
-    let pid = pid.trim().to_owned();
-    if !succeeds(command("kill").args(["-0", &pid])) {
+    let (pid, started) = pid.trim().split_once(' ').context("the cluster's pid file is damaged")?;
+    // Field 22 is the start time: another process with this number is not the cluster.
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    if stat.split(' ').nth(21) != Some(started) {
         bail!("the cluster has died; see {}", state()?.join("log").display());
     }
-    Ok(pid)
+    Ok(pid.to_owned())
 }
 
 /// overlayfs cannot be stacked: inside a container the plain copying snapshotter has to do.

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 
-use crate::process::{binaries, cargo, command, root, run as run_command};
+use crate::process::{binaries, cargo, command, root, run as run_command, succeeds};
 use crate::{cluster, image, model, setup, tidy};
 
 /// Runs the tests.
@@ -43,7 +43,10 @@ impl Stage {
 
     fn prepare(self) -> anyhow::Result<()> {
         match self {
-            Self::Unit => cluster::helm_binary().and_then(|_| setup::nextest()).map(drop),
+            Self::Unit => {
+                // The engine's unit tests open the real model; tidy renders the chart.
+                cluster::helm_binary().and_then(|_| model::obtain()).and_then(|_| setup::nextest()).map(drop)
+            }
             Self::Integration => model::obtain().and_then(|_| client_environment()).map(drop),
             Self::Cluster => cluster::prepare(),
         }
@@ -58,8 +61,11 @@ impl Stage {
     }
 }
 
+/// Longest time `armature up` may take to end.
+const DRAIN: Duration = Duration::from_secs(20);
+
 /// Cargo features that switch on suites which need more than `cargo test`.
-const SUITES: &str = "integration-tests/processes,integration-tests/cluster";
+const SUITES: &str = "integration-tests/processes,integration-tests/cluster,operator/cluster";
 
 /// Runs the stages in order; the first failure ends the run.
 pub fn run(args: &Args) -> anyhow::Result<()> {
@@ -105,7 +111,7 @@ fn unit() -> anyhow::Result<()> {
 
 fn integration() -> anyhow::Result<()> {
     let (model, binary) = (model::obtain()?, binaries()?.join("armature"));
-    let mut up = nextest(&["--workspace", "--features", "integration-tests/processes", "--test", "up"])?;
+    let mut up = nextest(&["--workspace", "--features", SUITES, "--test", "up"])?;
     run_command(up.env("ARMATURE_BIN", &binary).env("ARMATURE_MODEL", &model))?;
     let served = Served::start(&binary, &model)?;
     let mut client = command(client_environment()?.join("pytest"));
@@ -113,7 +119,7 @@ fn integration() -> anyhow::Result<()> {
     run_command(client.env("ARMATURE_BASE_URL", &served.base_url))
 }
 
-/// `armature up`, for tests in other languages. Killed when dropped; its workers follow it.
+/// `armature up`, for tests in other languages. Ended when dropped, as a terminal would end it, so that it cleans up.
 struct Served {
     process: Child,
     base_url: String,
@@ -142,6 +148,11 @@ impl Served {
 
 impl Drop for Served {
     fn drop(&mut self) {
+        let asked = succeeds(command("sh").args(["-c", &format!("kill -TERM {}", self.process.id())]));
+        let deadline = Instant::now() + DRAIN;
+        while asked && Instant::now() < deadline && matches!(self.process.try_wait(), Ok(None)) {
+            std::thread::sleep(Duration::from_millis(50));
+        }
         // One that has ended by itself is as good.
         let _ = self.process.kill().and_then(|()| self.process.wait());
     }
@@ -152,20 +163,32 @@ fn in_cluster() -> anyhow::Result<()> {
     let (model, bin) = (model::obtain()?, binaries()?);
     let tar = crate::process::target().join("armature-test-image.tar");
     image::product(&bin.join("armature"), image::NAME, &tar)?;
+    // Compiled before the cluster runs: its namespaces have no network to the outside, and the machine few cores.
+    run_command(&mut nextest(&["--workspace", "--features", SUITES, "--no-run"])?)?;
     cluster::down()?;
-    cluster::up(2)?;
-    let tested = cluster::load_image(&tar).and_then(|()| {
-        let mut suite = nextest(&["--workspace", "--features", "integration-tests/cluster", "--test", "cluster"])?;
+    // One that fails to start is ended, too.
+    let tested = cluster::up(2).and_then(|()| cluster::load_image(&tar)).and_then(|()| {
+        run_command(cluster::inside()?.arg(setup::nextest()?).args(NEXTEST).args([
+            "--offline",
+            "--workspace",
+            "--features",
+            SUITES,
+            "--test",
+            "apiserver",
+        ]))?;
+        let mut suite = nextest(&["--workspace", "--features", SUITES, "--test", "cluster"])?;
         run_command(suite.env("ARMATURE_MODEL", model).env("ARMATURE_XTASK", std::env::current_exe()?))
     });
     let ended = cluster::down();
     tested.and(ended)
 }
 
-/// The test runner; its profile is in .config/nextest.toml.
+/// How the test runner is called; its profile is in .config/nextest.toml.
+const NEXTEST: [&str; 4] = ["nextest", "run", "--release", "--cargo-quiet"];
+
 fn nextest(selection: &[&str]) -> anyhow::Result<std::process::Command> {
     let mut nextest = command(setup::nextest()?);
-    nextest.args(["nextest", "run", "--release", "--cargo-quiet"]).args(selection);
+    nextest.args(NEXTEST).args(selection);
     Ok(nextest)
 }
 

@@ -89,7 +89,7 @@ fn arguments(args: &Up, model: &Path, name: &str, discovery: &Path, number: u16)
         ("--kv-blocks", args.kv_blocks.to_string()),
         ("--block-size", args.block_size.to_string()),
     ];
-    let mut arguments = vec!["worker".to_owned(), "--with-parent".to_owned()];
+    let mut arguments = vec!["worker".to_owned(), "--with-parent".to_owned(), std::process::id().to_string()];
     arguments.extend(pairs.into_iter().flat_map(|(flag, value)| [flag.to_owned(), value]));
     arguments
 }

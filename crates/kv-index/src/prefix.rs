@@ -13,8 +13,13 @@ use std::collections::{BTreeMap, HashMap};
 use kv_hashing::{BlockHash, BlockSize, HashSpace, SequenceHash, chain};
 
 use crate::event::{EngineHash, KvEventData, StoredBlock, Tier, WorkerId, WorkerRank};
-use holdings::{HashBuilder, Holdings, TIERS};
+use crate::hash::HashBuilder;
+use holdings::{Holdings, TIERS};
 use slots::{Owners, Slot, SlotMask};
+
+/// Most blocks of one rank, over all tiers, unless [`PrefixIndex::set_limit`] says otherwise: 64 Mi tokens in blocks
+/// of 16. A broken engine costs at most 4 Mi × (32 bytes of table + 16 of holdings, twice with the tables' slack) = 400 MB.
+pub const MAX_RANK_BLOCKS: usize = 4 << 20;
 
 /// Prefix blocks of one rank, by tier. Each block counts once, in the fastest tier that holds it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -83,6 +88,8 @@ pub struct Applied {
     pub orphans: usize,
     /// Removals of blocks that were not known.
     pub unknown: usize,
+    /// Blocks refused because the rank holds as many as it may.
+    pub refused: usize,
 }
 
 impl std::ops::AddAssign for Applied {
@@ -91,6 +98,7 @@ impl std::ops::AddAssign for Applied {
         self.removed += other.removed;
         self.orphans += other.orphans;
         self.unknown += other.unknown;
+        self.refused += other.refused;
     }
 }
 
@@ -106,6 +114,8 @@ pub struct PrefixIndex {
     /// By slot; `None` is free.
     ranks: Vec<Option<Holdings>>,
     free: Vec<Slot>,
+    /// Most blocks of a rank, where it is not [`MAX_RANK_BLOCKS`]; kept while the rank is empty.
+    limits: BTreeMap<WorkerRank, usize>,
 }
 
 impl PrefixIndex {
@@ -119,6 +129,9 @@ impl PrefixIndex {
     /// A stored run whose parent is unknown to the rank (in every tier) is refused whole, unless its hashes themselves name the
     /// prefix. Duplicates have no effect; an engine
     /// hash stored again elsewhere moves there. `Cleared` empties every tier of the rank.
+    ///
+    /// A rank that holds as many blocks as it may gets no more: further ones are counted as refused, so that less is expected of
+    /// the rank than it has, never more. Removals make room again.
     pub fn apply(&mut self, rank: WorkerRank, tier: Tier, data: &KvEventData) -> Applied {
         match data {
             KvEventData::Stored { parent, blocks } => self.store(rank, tier, *parent, blocks),
@@ -127,9 +140,15 @@ impl PrefixIndex {
         }
     }
 
+    /// Bounds the blocks of a rank, over all tiers, until its worker is removed. What it holds already stays.
+    pub fn set_limit(&mut self, rank: WorkerRank, blocks: usize) {
+        self.limits.insert(rank, blocks);
+    }
+
     /// Forgets every rank of a worker; returns how many blocks it held, over all tiers.
     pub fn remove_worker(&mut self, worker: WorkerId) -> usize {
         let ranks: Vec<WorkerRank> = self.ranks_of(worker).map(|(rank, _)| rank).collect();
+        self.limits.retain(|rank, _| rank.worker != worker);
         ranks.into_iter().map(|rank| self.remove_rank(rank)).sum()
     }
 
@@ -167,6 +186,12 @@ impl PrefixIndex {
     /// Like [`Self::find_matches`], from the tokens of a prompt.
     pub fn find_matches_for_request(&self, tokens: &[u32], size: BlockSize, space: HashSpace) -> Overlaps {
         self.find_matches(&space.blocks(tokens, size))
+    }
+
+    /// Whether a rank holds the block that ends this prefix, in any tier. Cost: two lookups.
+    pub fn holds(&self, rank: WorkerRank, prefix: SequenceHash) -> bool {
+        let Some(slot) = self.slot_of.get(&rank) else { return false };
+        self.table.get(&prefix).is_some_and(|owners| owners.contains(*slot))
     }
 
     /// Blocks that a rank holds; a block in two tiers counts in both.
@@ -229,9 +254,15 @@ impl PrefixIndex {
             }
         }
         let slot = self.slot(rank);
+        let limit = self.limits.get(&rank).copied().unwrap_or(MAX_RANK_BLOCKS);
         for block in blocks {
             let hash = chain(sequence, block.local);
             sequence = Some(hash);
+            let holdings = self.holdings(slot);
+            if holdings.len() >= limit && !holdings.contains(tier, block.engine) {
+                applied.refused += 1;
+                continue;
+            }
             match self.holdings_mut(slot).insert(tier, block.engine, hash) {
                 Some(old) if old == hash => continue,
                 Some(old) => applied.removed += usize::from(self.forget(tier, slot, old)),
@@ -242,6 +273,9 @@ impl PrefixIndex {
             } else {
                 self.holdings_mut(slot).alias(tier, hash);
             }
+        }
+        if self.holdings(slot).is_empty() {
+            self.remove_rank(rank);
         }
         applied
     }

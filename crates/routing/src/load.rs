@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use kv_hashing::{BlockSize, SequenceHash};
-use kv_index::WorkerRank;
+use kv_index::{HashBuilder, WorkerRank};
 
 /// A prompt as the load sees it.
 #[derive(Clone, Debug)]
@@ -29,14 +29,14 @@ pub struct BookingId(u64);
 #[derive(Debug, Default)]
 pub struct ActiveLoad {
     ranks: HashMap<WorkerRank, RankLoad>,
-    bookings: HashMap<BookingId, Booking>,
+    bookings: HashMap<BookingId, Booking, HashBuilder>,
     next_id: u64,
 }
 
 #[derive(Debug, Default)]
 struct RankLoad {
     /// Sequences that use each shared block. If a block is here, so is every block before it.
-    shared: HashMap<SequenceHash, u32>,
+    shared: HashMap<SequenceHash, u32, HashBuilder>,
     /// Blocks of one sequence alone: the partial end of its prompt, and its output.
     private: usize,
     prefill_tokens: usize,

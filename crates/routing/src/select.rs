@@ -1,4 +1,8 @@
-//! Filter, score, pick: one decision with every term that led to it.
+//! Filter, score, pick; and, for whoever asks, how each worker came out.
+//!
+//! A decision computes only what it needs: the turns and the dice look at no costs.
+
+use std::collections::HashMap;
 
 use rand::Rng;
 use rand::seq::IndexedRandom;
@@ -47,37 +51,33 @@ pub enum Exclusion {
     Excluded,
 }
 
-/// What became of a worker in a decision.
+/// What a request finds in a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The request goes there.
-    Chosen,
-    /// It could have.
+    /// It could go there.
     Eligible,
     /// It could not.
     Out(Exclusion),
 }
 
-/// One worker in a decision.
+/// One worker in an explanation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Scored {
     /// The rank.
     pub rank: WorkerRank,
-    /// What became of it.
+    /// Whether the request could go there.
     pub verdict: Verdict,
     /// Its cost; absent when it was left out.
     pub terms: Option<Terms>,
 }
 
-/// A choice, and how every worker came out.
-#[derive(Clone, Debug, PartialEq)]
+/// A choice.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Decision {
     /// The rank that was chosen.
     pub rank: WorkerRank,
     /// Its cost.
     pub terms: Terms,
-    /// All workers, in order of rank.
-    pub workers: Vec<Scored>,
 }
 
 /// Why nobody was chosen.
@@ -94,6 +94,9 @@ pub enum Refusal {
     AllOut,
 }
 
+/// Models with a turn of their own. Beyond that many all begin again: turns are cheap to lose.
+const TURNS: usize = 1024;
+
 /// Picks workers. Holds nothing but its settings and whose turn it is.
 #[derive(Clone, Debug, Default)]
 pub struct Selector {
@@ -101,13 +104,14 @@ pub struct Selector {
     pub mode: Mode,
     /// Weights of the cost.
     pub cost: CostConfig,
-    turn: usize,
+    /// Whose turn it is, by model: the order of one must not depend on the requests of another.
+    turns: HashMap<String, usize>,
 }
 
 impl Selector {
     /// A selector; the weights must be valid ([`CostConfig::validate`]).
     pub fn new(mode: Mode, cost: CostConfig) -> Self {
-        Self { mode, cost, turn: 0 }
+        Self { mode, cost, turns: HashMap::new() }
     }
 
     /// Decides where `request` runs. Cost: linear in the workers, a few lookups each.
@@ -119,34 +123,67 @@ impl Selector {
         load: &ActiveLoad,
         rng: &mut impl Rng,
     ) -> Result<Decision, Refusal> {
-        let mut scored = Vec::with_capacity(workers.len());
         let mut eligible = Vec::with_capacity(workers.len());
+        let mut out = LeftOut::default();
         for worker in workers.iter() {
-            let (verdict, terms) = match exclusion(worker, request) {
-                Some(reason) => (Verdict::Out(reason), None),
-                None => {
-                    eligible.push(scored.len());
-                    (Verdict::Eligible, Some(self.terms(worker.rank, request.prompt, overlaps, load)))
-                }
-            };
-            scored.push(Scored { rank: worker.rank, verdict, terms });
+            match exclusion(worker, request) {
+                Some(reason) => out.note(reason),
+                None => eligible.push(worker.rank),
+            }
         }
         if eligible.is_empty() {
-            return Err(refusal(&scored, request));
+            return Err(out.refusal(request));
         }
-        let cost = |at: usize| scored[at].terms.map_or(f64::INFINITY, |terms| terms.cost);
-        let at = match self.mode {
-            Mode::Kv if self.cost.temperature > 0.0 => eligible[sample(&eligible, cost, self.cost.temperature, rng)],
-            Mode::Kv => lowest(&eligible, cost, rng),
-            Mode::RoundRobin => {
-                self.turn = self.turn.wrapping_add(1);
-                eligible[self.turn % eligible.len()]
+        let (rank, terms) = match self.mode {
+            Mode::Kv => {
+                let terms = |&rank| self.terms(rank, request.prompt, overlaps, load);
+                let costs: Vec<Terms> = eligible.iter().map(terms).collect();
+                let at = match self.cost.temperature {
+                    t if t > 0.0 => sample(&costs, t, rng),
+                    _ => lowest(&costs, rng),
+                };
+                (eligible[at], costs[at])
             }
-            Mode::Random => eligible[rng.random_range(0..eligible.len())],
+            Mode::RoundRobin => {
+                let rank = eligible[self.turn(request.model) % eligible.len()];
+                (rank, self.terms(rank, request.prompt, overlaps, load))
+            }
+            Mode::Random => {
+                let rank = eligible[rng.random_range(0..eligible.len())];
+                (rank, self.terms(rank, request.prompt, overlaps, load))
+            }
         };
-        scored[at].verdict = Verdict::Chosen;
-        let (rank, terms) = (scored[at].rank, scored[at].terms.unwrap_or_default());
-        Ok(Decision { rank, terms, workers: scored })
+        Ok(Decision { rank, terms })
+    }
+
+    /// How every worker comes out for `request`, in order of rank: what a decision at this moment would go by.
+    pub fn explain(
+        &self,
+        workers: &WorkerSet,
+        request: &Request<'_>,
+        overlaps: &Overlaps,
+        load: &ActiveLoad,
+    ) -> Vec<Scored> {
+        let score = |worker: &Worker| {
+            let (verdict, terms) = match exclusion(worker, request) {
+                Some(reason) => (Verdict::Out(reason), None),
+                None => (Verdict::Eligible, Some(self.terms(worker.rank, request.prompt, overlaps, load))),
+            };
+            Scored { rank: worker.rank, verdict, terms }
+        };
+        workers.iter().map(score).collect()
+    }
+
+    fn turn(&mut self, model: &str) -> usize {
+        if let Some(turn) = self.turns.get_mut(model) {
+            *turn = turn.wrapping_add(1);
+            return *turn;
+        }
+        if self.turns.len() >= TURNS {
+            self.turns.clear();
+        }
+        self.turns.insert(model.to_owned(), 0);
+        0
     }
 
     fn terms(&self, rank: WorkerRank, prompt: &Prompt, overlaps: &Overlaps, load: &ActiveLoad) -> Terms {
@@ -168,32 +205,46 @@ fn exclusion(worker: &Worker, request: &Request<'_>) -> Option<Exclusion> {
     request.excluded.contains(&worker.rank.worker).then_some(Exclusion::Excluded)
 }
 
-fn refusal(scored: &[Scored], request: &Request<'_>) -> Refusal {
-    let out =
-        |reasons: &[Exclusion]| scored.iter().any(|s| matches!(s.verdict, Verdict::Out(r) if reasons.contains(&r)));
-    match request.pinned {
-        _ if out(&[Exclusion::Draining, Exclusion::Excluded]) => Refusal::AllOut,
-        Some(pin) if out(&[Exclusion::NotPinned]) => Refusal::UnknownPin(pin),
-        _ => Refusal::NoWorker,
+/// Why workers were left out, as far as a refusal depends on it.
+#[derive(Default)]
+struct LeftOut {
+    /// Draining or excluded: it would have done.
+    unavailable: bool,
+    not_pinned: bool,
+}
+
+impl LeftOut {
+    fn note(&mut self, reason: Exclusion) {
+        match reason {
+            Exclusion::Draining | Exclusion::Excluded => self.unavailable = true,
+            Exclusion::NotPinned => self.not_pinned = true,
+            Exclusion::OtherModel => {}
+        }
+    }
+
+    fn refusal(&self, request: &Request<'_>) -> Refusal {
+        match request.pinned {
+            _ if self.unavailable => Refusal::AllOut,
+            Some(pin) if self.not_pinned => Refusal::UnknownPin(pin),
+            _ => Refusal::NoWorker,
+        }
     }
 }
 
-/// One of those with the lowest cost, each as likely.
-fn lowest(eligible: &[usize], cost: impl Fn(usize) -> f64, rng: &mut impl Rng) -> usize {
-    let least = eligible.iter().map(|&at| cost(at)).fold(f64::INFINITY, f64::min);
-    let ties: Vec<usize> = eligible.iter().copied().filter(|&at| cost(at) <= least).collect();
-    *ties.choose(rng).unwrap_or(&eligible[0])
+/// The place of one of those with the lowest cost, each as likely.
+fn lowest(costs: &[Terms], rng: &mut impl Rng) -> usize {
+    let least = costs.iter().map(|terms| terms.cost).fold(f64::INFINITY, f64::min);
+    let ties: Vec<usize> = (0..costs.len()).filter(|&at| costs[at].cost <= least).collect();
+    ties.choose(rng).copied().unwrap_or(0)
 }
 
-/// Softmax over costs scaled to 0..1: weight = exp(-(cost - least) / ((most - least) * temperature)). Returns a place in
-/// `eligible`.
-fn sample(eligible: &[usize], cost: impl Fn(usize) -> f64, temperature: f64, rng: &mut impl Rng) -> usize {
-    let costs: Vec<f64> = eligible.iter().map(|&at| cost(at)).collect();
-    let least = costs.iter().copied().fold(f64::INFINITY, f64::min);
-    let spread = costs.iter().copied().fold(f64::NEG_INFINITY, f64::max) - least;
+/// Softmax over costs scaled to 0..1: weight = exp(-(cost - least) / ((most - least) * temperature)). Returns a place.
+fn sample(costs: &[Terms], temperature: f64, rng: &mut impl Rng) -> usize {
+    let least = costs.iter().map(|terms| terms.cost).fold(f64::INFINITY, f64::min);
+    let spread = costs.iter().map(|terms| terms.cost).fold(f64::NEG_INFINITY, f64::max) - least;
     // Equal costs are equally likely; a spread of 0 would divide 0 by 0.
     let scale = if spread > 0.0 { spread * temperature } else { 1.0 };
-    let weights: Vec<f64> = costs.iter().map(|cost| (-(cost - least) / scale).exp()).collect();
+    let weights: Vec<f64> = costs.iter().map(|terms| (-(terms.cost - least) / scale).exp()).collect();
     let mut left = rng.random::<f64>() * weights.iter().sum::<f64>();
     for (at, weight) in weights.iter().enumerate() {
         left -= weight;

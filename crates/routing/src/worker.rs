@@ -14,10 +14,6 @@ pub struct Worker {
     pub name: Arc<str>,
     /// The model it serves, as clients call it.
     pub model: Arc<str>,
-    /// KV blocks in device memory, in blocks of the model's size; `None` when it does not say.
-    pub total_blocks: Option<u64>,
-    /// Free labels.
-    pub labels: Arc<BTreeMap<String, String>>,
     /// Finishes what it has and takes nothing new.
     pub draining: bool,
 }

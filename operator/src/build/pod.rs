@@ -4,14 +4,15 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::ServiceAccount;
 use k8s_openapi::api::core::v1::{
-    Capabilities, Container, ContainerPort, EnvVar, EnvVarSource, HTTPGetAction, ObjectFieldSelector,
-    PodSecurityContext, PodSpec, Probe, SeccompProfile, SecurityContext, TopologySpreadConstraint,
+    Capabilities, Container, ContainerPort, EnvVar, EnvVarSource, HTTPGetAction, LocalObjectReference,
+    ObjectFieldSelector, PodSecurityContext, PodSpec, Probe, SeccompProfile, SecurityContext, TopologySpreadConstraint,
 };
 use k8s_openapi::api::rbac::v1::{PolicyRule, Role, RoleBinding, RoleRef, Subject};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, OwnerReference};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::Part;
+use crate::config::Settings;
 use crate::validate::ValidDeployment;
 
 /// Environment that every container running our code gets, and the pod field it comes from.
@@ -105,8 +106,16 @@ pub(super) fn probes(container: &mut Container, port: &str) {
 }
 
 /// A pod around `container`: non-root, spread over nodes where possible.
-pub(super) fn pod(part: &Part<'_>, service_account: String, container: Container, grace_s: i64) -> PodSpec {
+pub(super) fn pod(
+    part: &Part<'_>,
+    settings: &Settings,
+    service_account: String,
+    container: Container,
+    grace_s: i64,
+) -> PodSpec {
+    let secrets = settings.image_pull_secrets.iter().map(|name| LocalObjectReference { name: name.clone() });
     PodSpec {
+        image_pull_secrets: (secrets.len() > 0).then(|| secrets.collect()),
         service_account_name: Some(service_account),
         containers: vec![container],
         termination_grace_period_seconds: Some(grace_s),

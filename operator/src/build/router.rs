@@ -84,7 +84,7 @@ pub(super) fn deployment(deployment: &ValidDeployment<'_>, settings: &Settings, 
     let mut labels = part.labels();
     let mut template = PodTemplateSpec {
         metadata: Some(ObjectMeta { labels: Some(labels.clone()), ..Default::default() }),
-        spec: Some(pod::pod(&part, name::routers(&deployment.name), container, GRACE_S)),
+        spec: Some(pod::pod(&part, settings, name::routers(&deployment.name), container, GRACE_S)),
     };
     labels.insert(label::REVISION.into(), revision(&template));
     template.metadata = Some(ObjectMeta { labels: Some(labels), ..Default::default() });

@@ -11,6 +11,7 @@ fn settings() -> Settings {
     Settings {
         image: "armature:test".into(),
         image_pull_policy: "IfNotPresent".into(),
+        image_pull_secrets: Vec::new(),
         host_model_paths: vec!["/models".into()],
     }
 }
@@ -89,7 +90,8 @@ fn the_smallest_object() {
 
 #[test]
 fn a_full_object() {
-    insta::assert_yaml_snapshot!(built(&full(), &settings()));
+    let settings = Settings { image_pull_secrets: vec!["registry".into(), "mirror".into()], ..settings() };
+    insta::assert_yaml_snapshot!(built(&full(), &settings));
 }
 
 #[test]

@@ -133,7 +133,7 @@ fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source:
         volumes: Some(vec![volume]),
         node_selector: non_empty(&worker.node_selector),
         tolerations: (!worker.tolerations.is_empty()).then(|| worker.tolerations.clone()),
-        ..pod::pod(part, name::workers(&spec.deployment), container, grace_s)
+        ..pod::pod(part, settings, name::workers(&spec.deployment), container, grace_s)
     }
 }
 

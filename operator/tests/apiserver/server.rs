@@ -65,6 +65,7 @@ impl Server {
         let settings = Settings {
             image: "armature:test".into(),
             image_pull_policy: "Never".into(),
+            image_pull_secrets: Vec::new(),
             host_model_paths: vec!["/models".into()],
         };
         let context = Arc::new(Context::new(client.clone(), settings, Metrics::default(), "tests".into()));

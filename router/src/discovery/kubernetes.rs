@@ -16,7 +16,7 @@ use kube::api::{Api, ApiResource, DynamicObject};
 use kube::{Client, Config};
 use tokio::time::{Instant, sleep};
 
-use super::{DiscoveryError, Sink};
+use super::{Announced, DiscoveryError, Sink};
 use join::{ready_endpoints, ready_pod, registration};
 use store::watch;
 
@@ -38,7 +38,7 @@ pub(super) async fn client() -> Result<Client, DiscoveryError> {
 }
 
 /// Publishes views for ever.
-pub(super) async fn run(client: Client, namespace: Option<String>, deployment: Option<String>, sink: Sink) {
+pub(super) async fn run(client: Client, namespace: Option<String>, deployment: Option<String>, mut sink: Sink) {
     let namespace = namespace.unwrap_or_else(|| client.default_namespace().to_owned());
     let (pod_selector, slice_selector) = selectors(deployment.as_deref());
     // Untyped, so that one malformed object hides itself and not all the others.
@@ -67,7 +67,11 @@ pub(super) async fn run(client: Client, namespace: Option<String>, deployment: O
         }
         if let (Some(objects), Some(slices), Some(pods)) = (objects.list(), slices.list(), pods.list()) {
             let visible = join::visible(objects.values(), slices.values(), pods.values());
-            sink.publish(visible.map(|worker| (worker.name.as_str(), &worker.metadata)));
+            sink.publish(visible.map(|worker| Announced {
+                name: &worker.name,
+                metadata: &worker.metadata,
+                since: worker.since,
+            }));
         }
     }
 }

@@ -96,14 +96,7 @@ mod tests {
 
     fn placed(tokens: usize) -> (Arc<Placement>, Booking) {
         let placement = Arc::new(Placement::new(Mode::Kv, CostConfig::default(), Gauge::default()));
-        let worker = Worker {
-            rank: RANK,
-            name: "w".into(),
-            model: "m".into(),
-            total_blocks: None,
-            labels: Arc::default(),
-            draining: false,
-        };
+        let worker = Worker { rank: RANK, name: "w".into(), model: "m".into(), draining: false };
         let block_size = BlockSize::new(4).expect("not zero");
         let prompt = Prompt { blocks: [].into(), tokens, block_size };
         let request = Request { model: "m", prompt: &prompt, pinned: None, excluded: &[] };

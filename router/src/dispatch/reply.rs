@@ -4,7 +4,10 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use protocol::request_plane::server_frame;
+use kv_hashing::SequenceHash;
+use kv_index::{PrefixIndex, WorkerRank};
+use parking_lot::RwLock;
+use protocol::request_plane::{Output, server_frame};
 use tokio::time::{Instant, Sleep, sleep};
 
 use super::booking::Booking;
@@ -30,8 +33,19 @@ struct Running {
     stream: Stream,
     booking: Booking,
     life: Arc<Life>,
-    /// What the index expected the worker to reuse, until the first output says what it did.
-    expected_blocks: Option<u32>,
+    /// What was expected of the worker's cache, until the first output says what it did.
+    expected: Option<Expected>,
+}
+
+/// What the index promised of a request.
+pub(super) struct Expected {
+    /// Where it runs.
+    pub(super) rank: WorkerRank,
+    /// Blocks that the index gave the rank when it was chosen.
+    pub(super) blocks: u32,
+    /// The prompt's first block: a rank that holds any prefix of it holds this one.
+    pub(super) first_block: SequenceHash,
+    pub(super) index: Arc<RwLock<PrefixIndex>>,
 }
 
 impl Reply {
@@ -40,11 +54,11 @@ impl Reply {
         first: server_frame::Body,
         booking: Booking,
         life: Arc<Life>,
-        expected_blocks: Option<u32>,
+        expected: Option<Expected>,
         deadlines: Deadlines,
     ) -> Self {
         Self {
-            running: Some(Running { stream, booking, life, expected_blocks }),
+            running: Some(Running { stream, booking, life, expected }),
             first: Some(first),
             deadlines,
             silence: Box::pin(sleep(deadlines.token)),
@@ -79,6 +93,15 @@ impl futures::Stream for Reply {
     }
 }
 
+impl Expected {
+    /// Reuse that was not expected may only mean that the events came after the decision: the index is asked again, now.
+    fn compare(self, life: &Life, output: &Output) {
+        if output.reused_blocks > 0 {
+            life.compare_reuse(self.blocks > 0 || self.index.read().holds(self.rank, self.first_block));
+        }
+    }
+}
+
 impl Running {
     fn item(&mut self, body: Option<server_frame::Body>, deadlines: &Deadlines) -> Result<StreamItem, DispatchError> {
         let lost = |message| {
@@ -87,9 +110,9 @@ impl Running {
         match body {
             Some(server_frame::Body::Output(output)) => {
                 if output.first
-                    && let Some(expected) = self.expected_blocks.take()
+                    && let Some(expected) = self.expected.take()
                 {
-                    self.life.compare_reuse(expected, output.reused_blocks);
+                    expected.compare(&self.life, &output);
                 }
                 self.booking.generated(output.token_ids.len());
                 Ok(StreamItem::Output(output))

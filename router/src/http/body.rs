@@ -52,11 +52,17 @@ impl Body for ResponseBody {
     }
 }
 
-/// Reads a body of at most `limit` bytes within `timeout`.
-pub(super) async fn read(body: Incoming, limit: usize, timeout: Duration) -> Result<Bytes, ApiError> {
-    if body.size_hint().lower() > limit as u64 {
+/// Bytes that `body` may have: what it says, or `limit`.
+pub(super) fn expected(body: &Incoming, limit: usize) -> Result<usize, ApiError> {
+    let hint = body.size_hint();
+    if hint.lower() > limit as u64 {
         return Err(ApiError::body_too_large(limit));
     }
+    Ok(hint.upper().map_or(limit, |upper| upper.min(limit as u64) as usize))
+}
+
+/// Reads a body of at most `limit` bytes within `timeout`.
+pub(super) async fn read(body: Incoming, limit: usize, timeout: Duration) -> Result<Bytes, ApiError> {
     match tokio::time::timeout(timeout, Limited::new(body, limit).collect()).await {
         Ok(Ok(collected)) => Ok(collected.to_bytes()),
         Ok(Err(error)) if error.is::<LengthLimitError>() => Err(ApiError::body_too_large(limit)),

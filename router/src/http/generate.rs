@@ -4,23 +4,23 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use futures::future::try_join_all;
 use hyper::body::Incoming;
 use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use hyper::{Request, Response, StatusCode};
 use protocol::request_plane::Generate;
 
+use super::admission::Room;
 use super::body::{self, ResponseBody};
 use super::metrics::RequestGuard;
 use super::routes::{Frontend, error_response, json_response};
-use crate::backend::{Backend, RouteOptions, Routed, ServedModel};
+use crate::backend::{Backend, RouteOptions, ServedModel};
 use crate::openai::error::ApiError;
 use crate::openai::{Endpoint, parse, request};
 use crate::preprocess::{Prepared, prepare};
 use crate::stream::choice::{Choice, Echo};
 use crate::stream::encode::{Encoder, Usage};
 use crate::stream::events::EventStream;
-use crate::stream::{ServedBy, Started, whole};
+use crate::stream::whole;
 
 /// Name of the worker, in answers; instance id of the worker wanted, in requests.
 const WORKER: HeaderName = HeaderName::from_static("x-armature-worker");
@@ -58,8 +58,11 @@ impl<B: Backend> Frontend<B> {
         check_content_type(request.headers())?;
         let options = route_options(request.headers())?;
         let timeout = Duration::from_secs(self.config.body_timeout_s);
-        let body = body::read(request.into_body(), self.config.body_limit_bytes, timeout).await?;
-        let (served, prepared) = self.admit(body, endpoint).await?;
+        let (body, limit) = (request.into_body(), self.config.body_limit_bytes);
+        let mut room = self.admission.body(body::expected(&body, limit)?)?;
+        let body = body::read(body, limit, timeout).await?;
+        room.shrink(body.len());
+        let (served, prepared) = self.admit(body, room, endpoint).await?;
         let prompts: Vec<usize> = prepared.prompts.iter().map(|tokens| tokens.len()).collect();
         if let Some(guard) = guard {
             guard.admitted(&served.card.display_name, prompts.iter().sum());
@@ -76,50 +79,58 @@ impl<B: Backend> Frontend<B> {
         let (n, stream) = (prepared.params.n, prepared.params.stream);
         let generates = prepared.generates(&id, &served, endpoint)?;
         let Some(mut guard) = guard.take() else { return Err(ApiError::internal("the request has ended already")) };
-        let starting = start(self.backend.clone(), generates, options, served, prepared);
+        let mut choices = self.start(generates, &options, &served, &prepared);
         if stream {
             let keep_alive = Duration::from_millis(self.config.keep_alive_ms);
-            let starting = Box::pin(starting);
-            let mut events = EventStream::new(starting, encoder, (prompts, n), guard, keep_alive, &self.abort);
+            let mut events = EventStream::new(choices, encoder, (prompts, n), guard, keep_alive, &self.abort);
             events.begin().await?;
             return Ok(stream_response(events));
         }
-        match self.whole_answer(starting, &mut guard).await {
-            Ok(Started { served_by, choices }) => {
-                let usage = Usage::of(prompts, &choices, n);
-                guard.usage(&usage);
-                guard.finish("success");
-                let mut response = json_response(StatusCode::OK, encoder.response(&choices, &usage));
-                let reused = choices.first().and_then(Choice::reused_blocks);
-                worker_headers(response.headers_mut(), &served_by, reused);
-                Ok(response)
-            }
-            Err(error) => {
-                guard.finish(error.label);
-                Err(error)
-            }
+        if let Err(error) = whole(&mut choices, &mut guard, &self.abort).await {
+            guard.finish(error.label);
+            return Err(error);
         }
+        let usage = Usage::of(prompts, &choices, n);
+        guard.usage(&usage);
+        guard.finish("success");
+        let mut response = json_response(StatusCode::OK, encoder.response(&choices, &usage));
+        worker_headers(response.headers_mut(), &choices);
+        Ok(response)
     }
 
-    async fn whole_answer(
+    /// Has workers take the request: one `Generate` for each choice, each on its own.
+    fn start(
         &self,
-        starting: impl Future<Output = Result<Started, ApiError>>,
-        guard: &mut RequestGuard,
-    ) -> Result<Started, ApiError> {
-        let mut started = tokio::select! {
-            biased;
-            started = starting => started?,
-            () = self.abort.cancelled() => return Err(ApiError::shutting_down()),
+        generates: Vec<Generate>,
+        options: &RouteOptions,
+        served: &ServedModel,
+        prepared: &Prepared,
+    ) -> Vec<Choice> {
+        let n = prepared.params.n;
+        let choice = |(index, generate): (usize, Generate)| {
+            let tokens = &prepared.prompts[index / n];
+            let echo = prepared.echo.get(index / n).map(|text| Echo { text: text.clone(), tokens: tokens.clone() });
+            let backend = self.backend.clone();
+            let options = RouteOptions { model: Some(served.model.clone()), ..options.clone() };
+            let starting = Box::pin(async move { backend.generate(generate, options).await });
+            Choice::new(starting, served, &prepared.params, tokens.len(), echo)
         };
-        whole(&mut started.choices, guard, &self.abort).await?;
-        Ok(started)
+        generates.into_iter().enumerate().map(choice).collect()
     }
 
     /// Reads, checks and tokenizes a body; no worker is involved yet.
-    async fn admit(&self, body: Bytes, endpoint: Endpoint) -> Result<(Arc<ServedModel>, Prepared), ApiError> {
+    async fn admit(
+        &self,
+        body: Bytes,
+        room: Room,
+        endpoint: Endpoint,
+    ) -> Result<(Arc<ServedModel>, Prepared), ApiError> {
         let (backend, max_choices) = (self.backend.clone(), self.config.max_choices);
-        let large = body.len() > INLINE_BYTES;
+        let job = (body.len() > INLINE_BYTES).then(|| self.admission.job()).transpose()?;
+        let large = job.is_some();
+        // The work goes on when the client leaves, so it is the work that takes the room.
         let work = move || {
+            let _room = (room, job);
             let request: request::Request = parse::parse(&body)?;
             let served = served_model(&*backend, &request)?;
             let prepared = prepare(&served, &request, endpoint, max_choices)?;
@@ -135,29 +146,13 @@ impl<B: Backend> Frontend<B> {
     }
 }
 
-/// Has workers take the request: one `Generate` for each choice.
-async fn start<B: Backend>(
-    backend: Arc<B>,
-    generates: Vec<Generate>,
-    options: RouteOptions,
-    served: Arc<ServedModel>,
-    prepared: Prepared,
-) -> Result<Started, ApiError> {
-    let taking = generates.into_iter().map(|generate| backend.generate(generate, options.clone()));
-    let routed = try_join_all(taking).await?;
-    let Some(first) = routed.first() else { return Err(ApiError::internal("the request has no choices")) };
-    let served_by =
-        ServedBy { name: first.worker_name.clone(), id: first.worker_id, overlap_blocks: first.overlap_blocks };
-    Ok(Started { served_by, choices: choices(routed, &served, &prepared) })
-}
-
 fn served_model(backend: &impl Backend, request: &request::Request) -> Result<Arc<ServedModel>, ApiError> {
     let name = request.model.as_deref().unwrap_or_default();
     if name.is_empty() {
         return Err(ApiError::invalid("model", "model is required"));
     }
-    backend.model(name).ok_or_else(|| match backend.models().is_empty() {
-        // With no model at all the client is not wrong, it is early.
+    backend.model(name).ok_or_else(|| match backend.known(name) || backend.models().is_empty() {
+        // Its workers have gone, or with no model at all the client is early: neither is the client's mistake.
         true => crate::backend::DispatchError::NoWorker { model: name.to_owned() }.into(),
         false => ApiError::model_not_found(name),
     })
@@ -176,19 +171,9 @@ fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
 fn route_options(headers: &HeaderMap) -> Result<RouteOptions, ApiError> {
     let Some(wanted) = headers.get(&WORKER) else { return Ok(RouteOptions::default()) };
     match wanted.to_str().ok().and_then(|id| id.trim().parse().ok()) {
-        Some(id) => Ok(RouteOptions { pinned_worker: Some(id) }),
+        Some(id) => Ok(RouteOptions { pinned_worker: Some(id), ..RouteOptions::default() }),
         None => Err(ApiError::invalid("x-armature-worker", "x-armature-worker must be the instance id of a worker")),
     }
-}
-
-fn choices(routed: Vec<Routed>, served: &ServedModel, prepared: &Prepared) -> Vec<Choice> {
-    let n = prepared.params.n;
-    let choice = |(index, routed): (usize, Routed)| {
-        let tokens = &prepared.prompts[index / n];
-        let echo = prepared.echo.get(index / n).map(|text| Echo { text: text.clone(), tokens: tokens.clone() });
-        Choice::new(routed, served, &prepared.params, tokens.len(), echo)
-    };
-    routed.into_iter().enumerate().map(choice).collect()
 }
 
 /// When even the head could not wait for a worker, it names none.
@@ -197,16 +182,17 @@ fn stream_response(events: EventStream) -> Response<ResponseBody> {
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
-    if let Some(served_by) = events.served_by() {
-        worker_headers(&mut headers, served_by, events.reused_blocks());
-    }
+    worker_headers(&mut headers, events.choices());
     let mut response = Response::new(ResponseBody::Events(Box::new(events)));
     *response.headers_mut() = headers;
     response
 }
 
-/// The blocks are what the worker said, or, before it has said anything, what the router expects.
-fn worker_headers(headers: &mut HeaderMap, served_by: &ServedBy, reused: Option<u32>) {
+/// Names the worker of the first choice that has one. The blocks are what it said, or, before it has said anything,
+/// what the router expects.
+fn worker_headers(headers: &mut HeaderMap, choices: &[Choice]) {
+    let served = choices.iter().find_map(|choice| Some((choice.served_by()?, choice.reused_blocks())));
+    let Some((served_by, reused)) = served else { return };
     if let Ok(name) = HeaderValue::try_from(&served_by.name) {
         headers.insert(WORKER, name);
     }

@@ -37,6 +37,8 @@ pub struct FrontendMetrics {
     requests: Family<RequestLabels, Counter>,
     inflight: Gauge,
     connections: Gauge,
+    pub(super) preprocessing_bytes: Gauge,
+    pub(super) preprocessing_jobs: Gauge,
     disconnected: Family<ModelLabels, Counter>,
     time_to_first_token: Histograms,
     inter_token_latency: Histograms,
@@ -87,6 +89,8 @@ impl Default for FrontendMetrics {
             requests: Family::default(),
             inflight: Gauge::default(),
             connections: Gauge::default(),
+            preprocessing_bytes: Gauge::default(),
+            preprocessing_jobs: Gauge::default(),
             disconnected: Family::default(),
             time_to_first_token: family(latency),
             inter_token_latency: family(token_latency),
@@ -107,6 +111,10 @@ impl FrontendMetrics {
         frontend.register("requests", "Requests answered, by outcome", self.requests.clone());
         frontend.register("inflight_requests", "Requests being served", self.inflight.clone());
         frontend.register("connections", "Open connections", self.connections.clone());
+        let bytes = self.preprocessing_bytes.clone();
+        frontend.register("preprocessing_bytes", "Bytes of request bodies being read and tokenized", bytes);
+        let jobs = self.preprocessing_jobs.clone();
+        frontend.register("preprocessing_jobs", "Large requests being tokenized", jobs);
         let disconnected = self.disconnected.clone();
         frontend.register("disconnected_clients", "Requests whose client left before the end", disconnected);
         let ttft = self.time_to_first_token.clone();

@@ -9,6 +9,7 @@ use hyper::{Method, Request, Response, StatusCode};
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
+use super::admission::Admission;
 use super::body::ResponseBody;
 use super::metrics::FrontendMetrics;
 use super::{FrontendConfig, pages};
@@ -20,6 +21,7 @@ use crate::openai::error::ApiError;
 pub(super) struct Frontend<B> {
     pub(super) backend: Arc<B>,
     pub(super) config: FrontendConfig,
+    pub(super) admission: Admission,
     pub(super) metrics: Arc<FrontendMetrics>,
     pub(super) registry: Arc<Registry>,
     /// The server is going down: not ready.

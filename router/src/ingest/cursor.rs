@@ -106,8 +106,9 @@ impl Cursor {
         Verdict::Restarted
     }
 
-    /// Takes the newest id of a heartbeat.
-    pub(super) fn reported(&mut self, last: Option<u64>, now: Instant) {
+    /// Takes the newest id of a heartbeat. True when it proves that the engine restarted: everything known of this rank is void,
+    /// and a dump is asked for.
+    pub(super) fn reported(&mut self, last: Option<u64>, now: Instant) -> bool {
         let next = last.map_or(0, |id| id + 1);
         let lag = |since: Option<Instant>, wait| Some(since.unwrap_or(now + wait));
         self.behind = if next > self.next { lag(self.behind, BEHIND) } else { None };
@@ -116,9 +117,11 @@ impl Cursor {
             (self.behind, self.ahead) = (None, None);
         }
         // Only a heartbeat that still disagrees proves a restart: without one, nothing is known.
-        if self.ahead.is_some_and(|due| now >= due) {
+        let restarted = self.ahead.is_some_and(|due| now >= due);
+        if restarted {
             self.restart();
         }
+        restarted
     }
 
     /// When [`Self::check`] has something to look at.
@@ -186,6 +189,11 @@ impl Cursor {
         let mut held = std::mem::take(&mut self.held);
         held.retain(|event| event.id >= self.next);
         held
+    }
+
+    /// Whether nothing is known to be missing.
+    pub(super) fn is_live(&self) -> bool {
+        self.phase == Phase::Live
     }
 
     /// Events held back.

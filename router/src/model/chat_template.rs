@@ -1,9 +1,11 @@
 //! Chat messages to prompt text, through the model's own template.
 //!
 //! The template is compiled once. It sees what Hugging Face's Jinja set-up shows it (`python` closes the
-//! differences), and users' strings pass through `guard`, so that none of them can act as a special token afterwards.
+//! differences). Users' strings pass through `guard` and the output through `origin`, so that no string of theirs acts as
+//! a special token, whatever the template does with it.
 
 mod guard;
+mod origin;
 mod percent;
 mod python;
 
@@ -11,11 +13,12 @@ use std::borrow::Cow;
 
 use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind, syntax::SyntaxConfig};
-use serde_json::Value as Json;
+use serde_json::{Value as Json, json};
 
 use super::ModelError;
 use super::vocabulary::SpecialToken;
 use guard::Guard;
+use origin::Origin;
 
 /// Tells the time to templates that put the date into the prompt.
 pub type Clock = fn() -> jiff::Zoned;
@@ -24,6 +27,7 @@ pub type Clock = fn() -> jiff::Zoned;
 pub struct ChatTemplate {
     environment: Environment<'static>,
     guard: Guard,
+    origin: Origin,
     /// `bos_token`, `eos_token`, … with their texts.
     special: Vec<(String, Value)>,
     takes_text: bool,
@@ -84,6 +88,16 @@ const NAME: &str = "chat_template";
 /// Text that the probe looks for in the output.
 const PROBE: &str = "probe-4f1c";
 
+/// Conversations that show how a template writes the roles; one that it does not take shows nothing.
+const PROBED_ROLES: [&[&str]; 6] = [
+    &["user"],
+    &["system", "user", "assistant", "user"],
+    &["user", "assistant", "user"],
+    &["user", "assistant", "tool"],
+    &["user", "assistant", "function"],
+    &["developer", "user"],
+];
+
 impl ChatTemplate {
     /// Compiles `source`. `roles` are texts of special tokens by role, `special` all special tokens.
     pub fn new(
@@ -108,11 +122,13 @@ impl ChatTemplate {
                 .map_err(|e| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {e}")))
         });
         let source = percent::rewrite(&python::rewrite_generation_tags(source));
+        let (origin, source) = Origin::new(&source, special);
         environment.add_template_owned(NAME, source).map_err(failed)?;
-        let special_values = roles.into_iter().map(|(role, text)| (role, Value::from(text))).collect();
+        let special_values = roles.into_iter().map(|(role, text)| (role, Value::from(origin.mark(&text)))).collect();
         let mut template = ChatTemplate {
             environment,
             guard: Guard::new(special),
+            origin,
             special: special_values,
             takes_text: true,
             takes_parts: false,
@@ -121,6 +137,7 @@ impl ChatTemplate {
         template.takes_parts = template.probe(&Content::Parts(vec![PROBE.into()]), false, true);
         // A template that refuses the probe (it wants a system message, say) is taken as one for plain text.
         template.takes_text |= !template.takes_parts;
+        template.learn_assembled();
         Ok(template)
     }
 
@@ -132,9 +149,37 @@ impl ChatTemplate {
         self.render(&input).is_ok_and(|text| text.contains(PROBE) && !text.contains("type"))
     }
 
+    /// Has the template render conversations of every role, with and without tools, for `origin` to learn from.
+    fn learn_assembled(&mut self) {
+        let content = Content::Text(PROBE.into());
+        let function = json!({"type": "function", "function": {"name": PROBE, "description": PROBE,
+            "parameters": {"type": "object", "properties": {}}}});
+        let calls = json!([{"type": "function", "id": PROBE, "function": {"name": PROBE, "arguments": {}}}]);
+        let mut rendered = Vec::new();
+        for (roles, tools) in PROBED_ROLES.iter().flat_map(|roles| [(roles, false), (roles, true)]) {
+            let message = |role: &&'static str| {
+                let calls = (tools && *role == "assistant").then_some(("tool_calls", Cow::Borrowed(&calls)));
+                TemplateMessage { role, content: Some(&content), fields: calls.into_iter().collect() }
+            };
+            let input = TemplateInput {
+                messages: roles.iter().map(message).collect(),
+                tools: tools.then_some(std::slice::from_ref(&function)),
+                add_generation_prompt: true,
+                ..Default::default()
+            };
+            rendered.extend(self.render_marked(&input));
+        }
+        self.origin.learn(&rendered);
+    }
+
     /// The prompt text. Special tokens in it come from the template alone: [`ChatTemplate::unguard`] what lies
     /// between them.
     pub fn render(&self, input: &TemplateInput<'_>) -> Result<String, TemplateError> {
+        self.render_marked(input).map(|text| self.origin.settle(&text))
+    }
+
+    /// The prompt text with the marks of `origin`.
+    fn render_marked(&self, input: &TemplateInput<'_>) -> Result<String, TemplateError> {
         let messages: Vec<Value> = input.messages.iter().map(|message| self.message(message)).collect();
         let tools = input.tools.map(|tools| tools.iter().map(|tool| self.json(tool)).collect::<Value>());
         let mut context: Vec<(Value, Value)> = Vec::with_capacity(8 + self.special.len() + input.variables.len());
@@ -161,7 +206,7 @@ impl ChatTemplate {
         fields.push(("role".into(), self.text(message.role)));
         fields.push(("content".into(), self.content(message.content)));
         for (name, value) in &message.fields {
-            fields.push(((*name).into(), self.json(value)));
+            fields.push((self.text(name), self.json(value)));
         }
         Value::from_pairs(fields)
     }

@@ -86,14 +86,20 @@ pub fn choose(
     file: &TokenizerJson<'_>,
     vocabulary: &Arc<Vocabulary>,
 ) -> Result<Box<dyn Tokenizer>, ModelError> {
-    let own = match Bpe::new(file, vocabulary) {
+    // The reference takes the longest to build of all there is to a model.
+    let (own, reference) = std::thread::scope(|scope| {
+        let reference = scope.spawn(|| reference(json));
+        let own = Bpe::new(file, vocabulary);
+        (own, reference.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    });
+    let reference = reference?;
+    let own = match own {
         Ok(own) => own,
         Err(reason) => {
             tracing::info!(%reason, "the reference tokenizer is used for this model");
-            return reference(json);
+            return Ok(reference);
         }
     };
-    let reference = reference(json)?;
     let added = file.added_tokens().iter().filter(|token| !token.special).map(|token| token.content.to_string());
     match first_difference(&own, &*reference, probe().chain(added)) {
         None => Ok(Box::new(own)),

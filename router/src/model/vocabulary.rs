@@ -27,6 +27,8 @@ pub struct Vocabulary {
     bytes: Vec<u8>,
     /// Token `id` is `bytes[starts[id]..starts[id + 1]]`.
     starts: Vec<u32>,
+    /// Bytes of the longest token.
+    longest: usize,
     /// Special tokens, by id.
     special: Vec<SpecialToken>,
 }
@@ -66,7 +68,13 @@ impl Vocabulary {
         }
         starts.push(bytes.len() as u32);
         bytes.shrink_to_fit();
-        Ok(Vocabulary { bytes, starts, special: special_tokens(file) })
+        let longest = starts.windows(2).map(|token| (token[1] - token[0]) as usize).max().unwrap_or(0);
+        Ok(Vocabulary { bytes, starts, longest, special: special_tokens(file) })
+    }
+
+    /// Bytes of the longest token.
+    pub fn longest(&self) -> usize {
+        self.longest
     }
 
     /// One more than the largest token id.

@@ -95,6 +95,17 @@ impl ApiError {
         }
     }
 
+    /// 429: the router itself has no room.
+    pub fn busy(message: &str) -> ApiError {
+        ApiError {
+            status: StatusCode::TOO_MANY_REQUESTS,
+            kind: "rate_limit_error",
+            code: Some("overloaded"),
+            label: "overloaded",
+            ..ApiError::bad_request(format!("{message}; send the request again"))
+        }
+    }
+
     /// 503: the process is going down.
     pub fn shutting_down() -> ApiError {
         ApiError {

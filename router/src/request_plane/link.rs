@@ -24,7 +24,7 @@ use super::{ConnectError, OpenError, Signals, Target};
 /// How often a silent connection is pinged.
 const HEARTBEAT: Duration = Duration::from_secs(2);
 
-/// Heartbeats without a byte from the worker after which it counts as lost.
+/// Heartbeats in a row without a byte from the worker with which it counts as lost: 6 s, and two pings without an answer.
 const MISSED: u32 = 3;
 
 /// Deadline of one write: a peer that takes nothing for so long is lost.
@@ -32,6 +32,9 @@ const WRITE: Duration = Duration::from_secs(10);
 
 /// Most frames of `Output` a stream may be granted ahead, whatever a worker proposes.
 const MAX_CREDIT: u32 = 4096;
+
+/// Bytes of room for each read: many small frames with one system call.
+const READ_BYTES: usize = 16 << 10;
 
 /// Room for frames that need no credit: parts of an answer to a query (up to 256 KB each) and the last frame.
 const UNCREDITED: usize = 1024;
@@ -137,6 +140,7 @@ impl Link {
                     Err(error) => return error.to_string(),
                 }
             }
+            buffer.reserve(READ_BYTES);
             match read.read_buf(&mut buffer).await {
                 Ok(0) => return "the worker closed the connection".into(),
                 Ok(_) => self.heard.store(true, Ordering::Relaxed),
@@ -200,7 +204,7 @@ impl Link {
                 continue;
             }
             missed += 1;
-            if missed > MISSED {
+            if missed >= MISSED {
                 return format!("the worker was silent for {} s", (HEARTBEAT * MISSED).as_secs());
             }
             nonce += 1;
@@ -220,6 +224,7 @@ async fn read_welcome(read: &mut OwnedReadHalf, buffer: &mut BytesMut) -> Result
             Ok(None) => {}
             Err(_) => return Err(ConnectError::Protocol),
         }
+        buffer.reserve(READ_BYTES);
         if read.read_buf(buffer).await? == 0 {
             return Err(ConnectError::Refused("the worker closed the connection".into()));
         }

@@ -1,5 +1,6 @@
 //! One answer in the making: a worker's tokens in, text deltas out, and how it ended.
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
@@ -45,10 +46,33 @@ pub struct Echo {
     pub tokens: Arc<[u32]>,
 }
 
+/// Who serves a choice.
+#[derive(Clone, Debug)]
+pub struct ServedBy {
+    /// Name of the worker.
+    pub name: String,
+    /// Its instance id.
+    pub id: u64,
+    /// Prompt blocks that the router expects it to reuse.
+    pub overlap_blocks: u32,
+}
+
+/// A worker being found for a choice.
+pub type Starting = Pin<Box<dyn Future<Output = Result<Routed, DispatchError>> + Send>>;
+
+/// Where a choice's tokens come from.
+enum Source {
+    /// No worker has taken it yet.
+    Starting(Starting),
+    Running(OutputStream),
+    /// It has ended or failed.
+    Ended,
+}
+
 /// One answer.
 pub struct Choice {
-    stream: Option<OutputStream>,
-    worker: String,
+    source: Source,
+    served_by: Option<ServedBy>,
     detokenizer: Detokenizer,
     stops: StopMatcher,
     /// Tokens that end the answer and are no part of its text.
@@ -69,9 +93,9 @@ pub struct Choice {
 }
 
 impl Choice {
-    /// Begins to read what a worker answers to a prompt of `prompt_tokens` tokens.
+    /// Reads what a worker answers to a prompt of `prompt_tokens` tokens, once `starting` has found one.
     pub fn new(
-        routed: Routed,
+        starting: Starting,
         served: &ServedModel,
         params: &Params,
         prompt_tokens: usize,
@@ -82,8 +106,8 @@ impl Choice {
             end_tokens.extend_from_slice(&card.eos_token_ids);
         }
         Choice {
-            stream: Some(routed.stream),
-            worker: routed.worker_name,
+            source: Source::Starting(starting),
+            served_by: None,
             detokenizer: Detokenizer::new(served.model.vocabulary().clone(), params.skip_special),
             stops: StopMatcher::new(params.stop.strings.clone(), params.include_stop),
             end_tokens,
@@ -102,17 +126,34 @@ impl Choice {
         }
     }
 
-    /// Takes in one item of the worker's stream. Pending means that the worker has to say something first.
+    /// Takes one step: a worker takes the request, or says something. Pending means that one has to do so first.
+    /// Dropping the choice cancels it in either state.
     pub fn poll_advance(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), DispatchError>> {
-        let Some(stream) = &mut self.stream else { return Poll::Ready(Ok(())) };
-        let item = ready!(stream.as_mut().poll_next(cx));
-        Poll::Ready(self.take(item))
+        match &mut self.source {
+            Source::Ended => Poll::Ready(Ok(())),
+            Source::Starting(starting) => {
+                let routed = ready!(starting.as_mut().poll(cx));
+                self.source = Source::Ended;
+                Poll::Ready(routed.map(|routed| self.run(routed)))
+            }
+            Source::Running(stream) => {
+                let item = ready!(stream.as_mut().poll_next(cx));
+                Poll::Ready(self.take(item))
+            }
+        }
+    }
+
+    fn run(&mut self, routed: Routed) {
+        let Routed { worker_id: id, worker_name: name, overlap_blocks, stream } = routed;
+        self.served_by = Some(ServedBy { name, id, overlap_blocks });
+        self.source = Source::Running(stream);
     }
 
     fn take(&mut self, item: Option<Result<StreamItem, DispatchError>>) -> Result<(), DispatchError> {
         let failed = |choice: &Choice, message: &str| {
             let stage = if choice.tokens == 0 { "waiting for the first token" } else { "generating" };
-            Err(DispatchError::Worker { worker: choice.worker.clone(), stage, message: message.into() })
+            let worker = choice.served_by.as_ref().map_or(String::new(), |served_by| served_by.name.clone());
+            Err(DispatchError::Worker { worker, stage, message: message.into() })
         };
         match item {
             // The answer is complete at its stop string, whatever the worker says next.
@@ -191,7 +232,12 @@ impl Choice {
         self.stops.push(&self.piece, &mut self.delta.text);
         self.stops.finish(&mut self.delta.text);
         self.finish = Some(if self.stops.matched() { "stop" } else { reason });
-        self.stream = None;
+        self.source = Source::Ended;
+    }
+
+    /// Who serves it, once that is known.
+    pub fn served_by(&self) -> Option<&ServedBy> {
+        self.served_by.as_ref()
     }
 
     /// Why it ended; `None` while it runs.

@@ -16,18 +16,11 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 use super::choice::Choice;
 use super::encode::{Encoder, Usage};
-use super::{ServedBy, Started};
 use crate::http::metrics::RequestGuard;
 use crate::openai::error::ApiError;
 
-/// Workers taking a request.
-pub type Starting = Pin<Box<dyn Future<Output = Result<Started, ApiError>> + Send>>;
-
 /// A streamed answer.
 pub struct EventStream {
-    /// Until workers have taken the request.
-    starting: Option<Starting>,
-    served_by: Option<ServedBy>,
     choices: Vec<Choice>,
     /// What each choice has sent.
     sent: Vec<Sent>,
@@ -58,9 +51,10 @@ const MAX_DELTA_BYTES: usize = 16 << 10;
 const COMMENT: &[u8] = b": keep-alive\n\n";
 
 impl EventStream {
+    /// Each choice streams as soon as its own worker says something, whether the others have one yet or not.
     /// `prompts` are the token counts of the prompts; the choices come in groups of `n` for each.
     pub fn new(
-        starting: Starting,
+        choices: Vec<Choice>,
         encoder: Encoder,
         (prompts, n): (Vec<usize>, usize),
         guard: RequestGuard,
@@ -68,10 +62,8 @@ impl EventStream {
         abort: &CancellationToken,
     ) -> EventStream {
         EventStream {
-            starting: Some(starting),
-            served_by: None,
-            sent: Vec::new(),
-            choices: Vec::new(),
+            sent: vec![Sent::default(); choices.len()],
+            choices,
             encoder,
             prompts,
             n,
@@ -104,14 +96,9 @@ impl EventStream {
         Ok(())
     }
 
-    /// Who serves the request, once that is known.
-    pub fn served_by(&self) -> Option<&ServedBy> {
-        self.served_by.as_ref()
-    }
-
-    /// Prompt blocks that the first choice's worker reused, once it has said so.
-    pub fn reused_blocks(&self) -> Option<u32> {
-        self.choices.first().and_then(Choice::reused_blocks)
+    /// The answers in the making.
+    pub fn choices(&self) -> &[Choice] {
+        &self.choices
     }
 
     /// Fills `out`. Ready with something in it, or at the end.
@@ -119,10 +106,10 @@ impl EventStream {
         if self.ended {
             return Poll::Ready(Ok(()));
         }
-        if let Err(error) = self.poll_start(cx).and_then(|()| self.advance(cx)) {
+        if let Err(error) = self.advance(cx) {
             return self.fail(error);
         }
-        if self.starting.is_none() && self.choices.iter().all(|choice| choice.finish().is_some()) {
+        if self.choices.iter().all(|choice| choice.finish().is_some()) {
             let usage = Usage::of(self.prompts.iter().copied(), &self.choices, self.n);
             self.encoder.done(&mut self.out, &usage);
             self.guard.usage(&usage);
@@ -136,19 +123,6 @@ impl EventStream {
             Poll::Ready(()) => self.fail(ApiError::shutting_down()),
             Poll::Pending => Poll::Pending,
         }
-    }
-
-    /// Gets the choices once workers have taken the request.
-    fn poll_start(&mut self, cx: &mut Context<'_>) -> Result<(), ApiError> {
-        let Some(starting) = &mut self.starting else { return Ok(()) };
-        if let Poll::Ready(started) = starting.as_mut().poll(cx) {
-            self.starting = None;
-            let Started { served_by, choices } = started?;
-            self.served_by = Some(served_by);
-            self.sent = vec![Sent::default(); choices.len()];
-            self.choices = choices;
-        }
-        Ok(())
     }
 
     /// Takes in what the workers have said and writes the events for it.
@@ -197,7 +171,6 @@ impl EventStream {
         self.encoder.error(&mut self.out, &error);
         self.guard.finish(error.label);
         // This cancels what still runs.
-        self.starting = None;
         self.choices.clear();
         self.ended = true;
         Poll::Ready(Ok(()))

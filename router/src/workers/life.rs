@@ -7,7 +7,7 @@ use std::time::Duration;
 use arc_swap::ArcSwap;
 use kv_hashing::BlockSize;
 use kv_index::{PrefixIndex, WorkerId, WorkerRank};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
@@ -17,8 +17,8 @@ use crate::ingest::{self, Feed};
 use crate::metrics::CoreMetrics;
 use crate::request_plane::{Client, Target};
 
-/// Requests in a row that reused blocks of which the index knew none, before the worker's hashes are taken to differ from ours.
-const UNEXPECTED: u32 = 8;
+/// Requests in a row that reused blocks of which the index knows none, before the worker's hashes are taken to differ from ours.
+const UNEXPECTED: u32 = 3;
 
 /// Most data-parallel ranks a card may claim.
 const MAX_RANKS: u32 = 1024;
@@ -34,8 +34,10 @@ pub(crate) struct Life {
     changed: Arc<Notify>,
     /// Ends the life.
     stop: CancellationToken,
-    /// Ends the feed alone; a child of `stop`.
-    stop_events: CancellationToken,
+    /// Ends the present feed alone; a child of `stop`.
+    stop_events: Mutex<CancellationToken>,
+    /// Whether the feed has applied all that it knows of.
+    events_live: Arc<AtomicBool>,
     unexpected: AtomicU32,
     hash_mismatch: AtomicBool,
 }
@@ -58,7 +60,8 @@ impl Life {
             order,
             client,
             changed,
-            stop_events: stop.child_token(),
+            stop_events: Mutex::new(stop.child_token()),
+            events_live: Arc::default(),
             stop,
             unexpected: AtomicU32::new(0),
             hash_mismatch: AtomicBool::new(false),
@@ -73,12 +76,28 @@ impl Life {
             worker: self.worker_id(),
             name: spec.name.clone(),
             ranks: self.ranks(),
+            total_blocks: spec.card.runtime_config.total_kv_blocks,
+            live: self.events_live.clone(),
             events,
             client: self.client.clone(),
             index: index.clone(),
             metrics: metrics.clone(),
-            stop: self.stop_events.clone(),
+            stop: self.stop_events.lock().clone(),
         });
+    }
+
+    /// Starts a fresh feed if the last one was stopped: the events are of use after all.
+    pub(super) fn resume_events(&self, index: &Arc<RwLock<PrefixIndex>>, metrics: &Arc<CoreMetrics>) {
+        {
+            let mut stop_events = self.stop_events.lock();
+            if !stop_events.is_cancelled() || self.stop.is_cancelled() {
+                return;
+            }
+            *stop_events = self.stop.child_token();
+        }
+        self.unexpected.store(0, Ordering::Relaxed);
+        self.hash_mismatch.store(false, Ordering::Relaxed);
+        self.follow_events(index, metrics);
     }
 
     /// Nothing new goes there. Open streams may end.
@@ -88,28 +107,27 @@ impl Life {
 
     /// Its events are of no use. False when that was known.
     pub(super) fn stop_events(&self) -> bool {
-        let first = !self.stop_events.is_cancelled();
-        self.stop_events.cancel();
+        let stop_events = self.stop_events.lock();
+        let first = !stop_events.is_cancelled();
+        stop_events.cancel();
         first
     }
 
     /// Whether a request's reuse can not be predicted from its events.
     pub(super) fn events_unusable(&self) -> bool {
-        self.stop_events.is_cancelled() || self.hash_mismatch.load(Ordering::Relaxed)
+        self.stop_events.lock().is_cancelled() || self.hash_mismatch.load(Ordering::Relaxed)
     }
 
-    /// Compares what the index expected of a request with what the worker reused. Reuse that is never expected means that the
-    /// worker hashes otherwise than we do: then the index is blind for it, which somebody should know.
-    pub(crate) fn compare_reuse(&self, expected_blocks: u32, reused_blocks: u32) {
-        if reused_blocks == 0 || self.spec().events.is_none() {
-            return;
-        }
-        if expected_blocks > 0 {
+    /// Takes note of a request that reused blocks, and of whether the index knows any of them. Reuse of which it never does means
+    /// that the worker hashes otherwise than we do: then the index is blind for it, which somebody should know.
+    pub(crate) fn compare_reuse(&self, known: bool) {
+        if known {
             self.unexpected.store(0, Ordering::Relaxed);
             if self.hash_mismatch.swap(false, Ordering::Relaxed) {
                 self.changed.notify_one();
             }
-        } else if self.unexpected.fetch_add(1, Ordering::Relaxed) + 1 >= UNEXPECTED
+        } else if self.events_live.load(Ordering::Relaxed)
+            && self.unexpected.fetch_add(1, Ordering::Relaxed) + 1 >= UNEXPECTED
             && !self.hash_mismatch.swap(true, Ordering::Relaxed)
         {
             let worker = &self.spec().name;
@@ -160,22 +178,18 @@ impl Life {
         self.spec.load().card.runtime_config.data_parallel_size.unwrap_or(1).clamp(1, MAX_RANKS)
     }
 
-    /// Its ranks as the decision sees them. A prefill worker takes no whole requests: it has none.
-    pub(super) fn routing_workers(&self) -> Vec<routing::Worker> {
+    /// It as the decision sees it. A prefill worker takes no whole requests: it is none. A request says nothing of ranks, and a
+    /// worker gives it to its first one; so that one alone is offered, and the load of the others stays out of sight.
+    pub(super) fn routing_worker(&self) -> Option<routing::Worker> {
         let spec = self.spec();
         if spec.card.worker_type.as_deref() == Some("prefill") {
-            return Vec::new();
+            return None;
         }
-        let labels = spec.card.armature.as_ref().map(|card| card.labels.clone()).unwrap_or_default();
-        let first = routing::Worker {
+        Some(routing::Worker {
             rank: WorkerRank { worker: self.worker_id(), dp_rank: 0 },
             name: spec.name.as_str().into(),
             model: spec.card.display_name.as_str().into(),
-            total_blocks: spec.card.runtime_config.total_kv_blocks,
-            labels: labels.into(),
             draining: self.is_draining(),
-        };
-        let at = |dp_rank| WorkerRank { dp_rank, ..first.rank };
-        (0..self.ranks()).map(|dp_rank| routing::Worker { rank: at(dp_rank), ..first.clone() }).collect()
+        })
     }
 }

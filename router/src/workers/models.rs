@@ -100,9 +100,8 @@ impl Models {
                 Slot::Ready(model)
             }
             Err(error) => {
-                let pause = (BACKOFF.0 * 2_u32.saturating_pow(failures)).min(BACKOFF.1);
                 tracing::warn!(worker, %error, "a model could not be loaded; trying again");
-                Slot::Failed { failures: failures + 1, retry: Instant::now() + pause }
+                Slot::Failed { failures: failures + 1, retry: Instant::now() + pause(failures) }
             }
         };
         self.slots.insert(key, slot);
@@ -124,7 +123,13 @@ impl Models {
                 Some(_) => continue,
             };
             let reachable: Vec<_> = sources.iter().filter(|life| !life.client.is_down()).collect();
-            let Some(life) = reachable.get(failures as usize % reachable.len().max(1)) else { continue };
+            let Some(life) = reachable.get(failures as usize % reachable.len().max(1)) else {
+                // Never left in the past: whoever waits for it would not wait at all.
+                if let Some(Slot::Failed { retry, .. }) = self.slots.get_mut(key) {
+                    *retry = now + pause(failures.saturating_sub(1));
+                }
+                continue;
+            };
             let (client, spec, done) = (life.client.clone(), life.spec(), self.results.0.clone());
             self.slots.insert(key.clone(), Slot::Loading { failures });
             let key = key.clone();
@@ -135,6 +140,11 @@ impl Models {
             });
         }
     }
+}
+
+/// How long to wait after this many failures before the last one.
+fn pause(failures: u32) -> Duration {
+    (BACKOFF.0 * 2_u32.saturating_pow(failures)).min(BACKOFF.1)
 }
 
 async fn load(client: &Client, key: &ModelKey, card: &ModelCard) -> Result<Arc<Model>, LoadError> {
@@ -193,4 +203,35 @@ async fn fetch(client: &Client, name: &'static str, digest: &str) -> Result<Vec<
 
 fn bad_file(name: &'static str, reason: impl ToString) -> LoadError {
     LoadError::File { name, reason: reason.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::Notify;
+
+    use super::*;
+    use crate::discovery::{Identity, WorkerSpec};
+
+    #[tokio::test]
+    async fn a_failed_load_without_a_reachable_worker_is_not_due_at_once() {
+        let card = serde_json::json!({
+            "display_name": "m",
+            "armature": {"boot_epoch": "e", "artifacts": {(artifact::TOKENIZER): "xxh3:0"}, "eos_token_ids": []},
+        });
+        let identity = Identity { instance_id: 1, boot_epoch: "e".into() };
+        // Nobody can listen on port 0.
+        let (name, address) = ("w".to_owned(), "127.0.0.1:0".to_owned());
+        let card = serde_json::from_value(card).expect("a card");
+        let spec = Arc::new(WorkerSpec { identity, name, address, events: None, card });
+        let changed = Arc::<Notify>::default();
+        let life = Life::start(spec, 1, "router".into(), Duration::from_secs(5), changed.clone());
+        while !life.client.is_down() {
+            timeout(Duration::from_secs(10), changed.notified()).await.expect("the dial fails");
+        }
+        let mut models = Models::default();
+        models.slots.insert(life.model_key().clone(), Slot::Failed { failures: 3, retry: Instant::now() });
+        models.load_missing([&life].into_iter());
+        assert!(models.retry_at().expect("still wanted") > Instant::now() + BACKOFF.0);
+        life.retire();
+    }
 }

@@ -91,6 +91,33 @@ async fn a_new_life_under_the_same_name_replaces_the_old_one() {
 }
 
 #[tokio::test]
+async fn a_restart_without_events_is_seen_by_heartbeats_alone() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let worker = cluster.worker("w").await;
+    worker.store(&prompt(1, 4));
+    cluster.until_equal(&worker).await;
+    worker.restart_engine();
+    cluster.until("its blocks are gone", || cluster.indexed(&worker).total() == 0).await;
+}
+
+#[tokio::test]
+async fn a_rollout_of_another_block_size_ends_with_events_followed_again() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let old = Worker::start(Life { block_size: BLOCK * 2, ..Life::new("old") }).await;
+    old.register(cluster.directory.path());
+    cluster.until("the old one is routable", || cluster.backend().workers().get(rank(&old)).is_some()).await;
+    let new = cluster.worker("new").await;
+    new.store(&prompt(1, 4));
+    assert_eq!(cluster.metric("armature_router_workers_event_mismatch"), 1.0, "the old one decides");
+    assert_eq!(cluster.indexed(&new).total(), 0);
+    old.unregister(cluster.directory.path());
+    cluster.until_equal(&new).await;
+    new.store(&prompt(2, 3));
+    cluster.until_equal(&new).await;
+    assert_eq!(cluster.metric("armature_router_workers_event_mismatch"), 0.0);
+}
+
+#[tokio::test]
 async fn a_worker_that_leaves_leaves_nothing() {
     let cluster = Cluster::start(Mode::Kv).await;
     let (stays, leaves) = (cluster.worker("a").await, cluster.worker("b").await);

@@ -113,10 +113,10 @@ impl Cluster {
     }
 
     pub async fn generate_pinned(&self, tokens: &[u32], worker: u64) -> Result<Routed, DispatchError> {
-        self.generate_with(tokens, RouteOptions { pinned_worker: Some(worker) }).await
+        self.generate_with(tokens, RouteOptions { pinned_worker: Some(worker), ..RouteOptions::default() }).await
     }
 
-    async fn generate_with(&self, tokens: &[u32], options: RouteOptions) -> Result<Routed, DispatchError> {
+    pub async fn generate_with(&self, tokens: &[u32], options: RouteOptions) -> Result<Routed, DispatchError> {
         let stop = Some(Stop { max_tokens: 3, ..Stop::default() });
         let request = Generate {
             request_id: "r".into(),

@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use protocol::request_plane::ErrorCode;
-use router::backend::DispatchError;
+use router::backend::{Backend, DispatchError, RouteOptions};
 use router::config::Deadlines;
 use routing::Mode;
 
 use crate::harness::*;
-use crate::worker::{Behaviour, Life};
+use crate::worker::{Behaviour, Life, Worker};
 
 #[tokio::test]
 async fn an_empty_cluster_says_so() {
@@ -91,7 +91,7 @@ async fn a_dead_worker_that_is_still_registered_gets_nothing() {
 
 #[tokio::test]
 async fn refusals_that_another_worker_may_not_share_are_retried() {
-    for code in [ErrorCode::Overloaded, ErrorCode::Draining, ErrorCode::WrongWorker] {
+    for code in [ErrorCode::Overloaded, ErrorCode::Draining, ErrorCode::WrongWorker, ErrorCode::Engine] {
         let cluster = Cluster::start(Mode::Kv).await;
         let (full, free) = (cluster.worker("full").await, cluster.worker("free").await);
         full.store(&prompt(1, 4));
@@ -113,6 +113,58 @@ async fn final_refusals_are_told_as_they_are() {
     all(Behaviour::Refuse(ErrorCode::InvalidRequest));
     assert_eq!(cluster.generate(&prompt(1, 1)).await.err(), Some(DispatchError::Invalid("not now".into())));
     assert_eq!(workers.iter().map(|worker| worker.prompts().len()).sum::<usize>(), tried + 1, "no second try");
+}
+
+#[tokio::test]
+async fn workers_that_are_not_there_for_it_mean_that_none_is_ready() {
+    for code in [ErrorCode::Draining, ErrorCode::WrongWorker] {
+        let cluster = Cluster::start(Mode::Kv).await;
+        let workers = [cluster.worker("a").await, cluster.worker("b").await];
+        workers.iter().for_each(|worker| worker.behave(Behaviour::Refuse(code)));
+        let refused = cluster.generate(&prompt(1, 1)).await.err();
+        assert_eq!(refused, Some(DispatchError::NoWorker { model: MODEL.into() }), "{code:?}");
+    }
+    let cluster = Cluster::start(Mode::Kv).await;
+    let (full, draining) = (cluster.worker("full").await, cluster.worker("draining").await);
+    full.behave(Behaviour::Refuse(ErrorCode::Overloaded));
+    draining.behave(Behaviour::Refuse(ErrorCode::Draining));
+    assert_eq!(cluster.generate(&prompt(1, 1)).await.err(), Some(DispatchError::Overloaded("not now".into())));
+}
+
+#[tokio::test]
+async fn an_engine_that_fails_everywhere_is_told_with_its_worker() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let worker = cluster.worker("w").await;
+    worker.behave(Behaviour::Refuse(ErrorCode::Engine));
+    let refused = cluster.generate(&prompt(1, 1)).await.err();
+    assert!(matches!(refused, Some(DispatchError::Worker { stage: "waiting for the first token", .. })), "{refused:?}");
+}
+
+#[tokio::test]
+async fn a_model_without_a_worker_stays_known() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let worker = cluster.worker("w").await;
+    assert!(cluster.backend().known(MODEL));
+    worker.unregister(cluster.directory.path());
+    cluster.until("it is gone", || cluster.backend().model(MODEL).is_none()).await;
+    assert!(cluster.backend().known(MODEL) && !cluster.backend().known("another"));
+}
+
+#[tokio::test]
+async fn tokens_of_one_tokenizer_never_go_to_workers_of_another() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let old = cluster.worker("old").await;
+    let admitted = cluster.backend().model(MODEL).expect("served").model.clone();
+    let new = Worker::start(Life { tokenizer: 1, ..Life::new("new") }).await;
+    new.register(cluster.directory.path());
+    old.unregister(cluster.directory.path());
+    let gone_over = || cluster.backend().workers().get(rank(&new)).is_some();
+    cluster.until("the name goes over to the new worker", gone_over).await;
+    let options = RouteOptions { model: Some(admitted), ..RouteOptions::default() };
+    let refused = cluster.generate_with(&prompt(1, 1), options).await.err();
+    assert_eq!(refused, Some(DispatchError::NoWorker { model: MODEL.into() }));
+    assert!(new.prompts().is_empty());
+    drain(cluster.generate(&prompt(1, 1)).await.expect("tokenized anew")).await.1.expect("it ends well");
 }
 
 #[tokio::test]

@@ -35,11 +35,21 @@ pub struct Life {
     pub name: String,
     pub instance_id: u64,
     pub boot_epoch: String,
+    /// What its card says; the blocks it stores are always of [`BLOCK`] tokens.
+    pub block_size: u32,
+    /// Number of its tokenizer: another one has other files.
+    pub tokenizer: u32,
 }
 
 impl Life {
     pub fn new(name: &str) -> Self {
-        Self { name: name.into(), instance_id: metadata::instance_id(name), boot_epoch: format!("{name}-1") }
+        Self {
+            name: name.into(),
+            instance_id: metadata::instance_id(name),
+            boot_epoch: format!("{name}-1"),
+            block_size: BLOCK,
+            tokenizer: 0,
+        }
     }
 }
 
@@ -165,9 +175,9 @@ impl Worker {
         };
         let mut endpoint = entry("generate", "transport", json!({"tcp": self.address}));
         endpoint["request_plane_codec"] = json!(REQUEST_CODEC);
-        let artifacts = json!({artifact::TOKENIZER: artifact_digest(xxh3_64(&tokenizer_json()))});
+        let artifacts = json!({artifact::TOKENIZER: artifact_digest(xxh3_64(&tokenizer_json(self.life.tokenizer)))});
         let card = json!({
-            "display_name": MODEL, "context_length": 1000, "kv_cache_block_size": BLOCK,
+            "display_name": MODEL, "context_length": 1000, "kv_cache_block_size": self.life.block_size,
             "armature": {"boot_epoch": self.life.boot_epoch, "artifacts": artifacts, "eos_token_ids": [0]},
         });
         let channel = entry("events", "transport", json!({"zmq": self.events}));
@@ -384,7 +394,7 @@ impl Connection {
             client_frame::Body::Credit(_) => {}
             client_frame::Body::ArtifactGet(get) => match get.name.as_str() {
                 artifact::TOKENIZER => {
-                    let data: Bytes = tokenizer_json().into();
+                    let data: Bytes = tokenizer_json(self.life.tokenizer).into();
                     let (head, tail) = (data.slice(..data.len() / 2), data.slice(data.len() / 2..));
                     self.put(id, Body::ArtifactChunk(ArtifactChunk { data: head, end: false }));
                     self.put(id, Body::ArtifactChunk(ArtifactChunk { data: tail, end: true }));
@@ -450,7 +460,9 @@ impl Connection {
 }
 
 /// A byte-level tokenizer without merges: token `b` is the byte `b`.
-fn tokenizer_json() -> Vec<u8> {
+///
+/// `number` makes the file another one, by blanks at its end.
+fn tokenizer_json(number: u32) -> Vec<u8> {
     let printable = |b: u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let mut others = 0x100..;
     let mut character = |byte: u8| {
@@ -463,10 +475,9 @@ fn tokenizer_json() -> Vec<u8> {
         "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null, "end_of_word_suffix": null,
         "fuse_unk": false, "byte_fallback": false, "ignore_merges": false, "vocab": vocab, "merges": [],
     });
-    json!({
+    let json = json!({
         "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "added_tokens": [],
         "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level, "model": model,
-    })
-    .to_string()
-    .into_bytes()
+    });
+    format!("{json}{}", " ".repeat(number as usize)).into_bytes()
 }

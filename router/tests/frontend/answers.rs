@@ -146,6 +146,49 @@ async fn several_choices_have_seeds_and_indices_of_their_own() {
 }
 
 #[tokio::test]
+async fn a_choice_streams_while_another_waits_for_a_worker() {
+    let server = Server::start().await;
+    let worker = server.backend.live();
+    let late = server.backend.hold();
+    worker.send(first(&byte_tokens("a"), 2)).expect("a stream");
+    let mut client = server.connect().await;
+    let mut response = client.stream_chat(json!({"n": 2})).await;
+    assert_eq!(response.headers()["x-armature-worker"], "w0");
+    assert_eq!(response.headers()["x-armature-reused-blocks"], "2");
+    assert!(response.piece().await.expect("a piece").contains("\"content\":\"a\""));
+    worker.send(finished(FinishReason::Eos, 1, 0)).expect("a stream");
+    let piece = response.piece().await.expect("a piece");
+    assert!(piece.contains("\"index\":0") && piece.contains("\"finish_reason\":\"stop\""), "{piece}");
+    late.send(()).expect("the second choice waits");
+    let rest = response.whole().await.body;
+    assert!(rest.contains("\"index\":1") && rest.contains("\"content\":\"ok\"") && rest.ends_with("data: [DONE]\n\n"));
+}
+
+#[tokio::test]
+async fn a_choice_that_finds_no_worker_fails_the_request() {
+    let server = Server::start().await;
+    // Before any output it is a status, streamed or not, and the other choice is cancelled.
+    for stream in [false, true] {
+        let _worker = server.backend.live();
+        drop(server.backend.hold());
+        let answer = server.chat(json!({"n": 2, "stream": stream})).await;
+        assert_eq!((answer.error().0, answer.error().3.as_deref()), (502, Some("worker_failed")));
+        tokio::time::timeout(DEADLINE, server.backend.dropped.notified()).await.expect("it is cancelled");
+    }
+    // Afterwards it is an event.
+    let worker = server.backend.live();
+    let late = server.backend.hold();
+    worker.send(first(&byte_tokens("a"), 0)).expect("a stream");
+    let mut client = server.connect().await;
+    let mut response = client.stream_chat(json!({"n": 2})).await;
+    assert!(response.piece().await.expect("a piece").contains("\"content\":\"a\""));
+    drop(late);
+    let rest = response.whole().await.body;
+    assert!(rest.contains("worker_failed") && rest.ends_with("data: [DONE]\n\n"), "{rest}");
+    tokio::time::timeout(DEADLINE, async { worker.closed().await }).await.expect("the other choice is cancelled");
+}
+
+#[tokio::test]
 async fn chat_logprobs_have_bytes_and_no_infinities() {
     let server = Server::start().await;
     let split: Vec<u32> = byte_tokens("é");

@@ -215,6 +215,36 @@ async fn with_no_model_at_all_the_client_is_early_not_wrong() {
 }
 
 #[tokio::test]
+async fn a_model_whose_workers_have_gone_is_unavailable_not_unknown() {
+    let server = Server::with(Default::default(), vec![("m", model(Some(CHAT_ML))), ("other", model(None))]).await;
+    server.backend.leave("m");
+    let answer = server.chat(json!({})).await;
+    assert_eq!((answer.error().0, answer.error().3.as_deref()), (503, Some("no_worker")));
+    assert_eq!(answer.header("retry-after"), "1");
+    assert_eq!(server.chat(json!({"model": "never there"})).await.error().0, 404);
+}
+
+#[tokio::test]
+async fn too_many_prompts_and_over_long_texts_are_refused_by_their_size() {
+    let server = Server::start().await;
+    let long = "x".repeat(CONTEXT as usize * 12 * 3 + 1);
+    let answer = server.chat(json!({"messages": [{"role": "user", "content": long}]})).await;
+    assert_eq!((answer.error().0, answer.error().3.as_deref()), (400, Some("context_length_exceeded")));
+    assert!(answer.body.contains(" bytes "), "it was not tokenized: {}", answer.body);
+    let answer = server.complete(json!({"prompt": [long.as_str(), "x"]})).await;
+    assert_eq!(
+        (answer.error().2.as_deref(), answer.error().3.as_deref()),
+        (Some("prompt"), Some("context_length_exceeded"))
+    );
+    assert!(answer.body.contains(" bytes "), "it was not tokenized: {}", answer.body);
+    // The count is told before the tokens are looked at.
+    let answer = server.complete(json!({"prompt": vec![long.as_str(); 65], "n": 2})).await;
+    assert!(answer.error().2.as_deref() == Some("prompt") && answer.body.contains("65 prompts"), "{}", answer.body);
+    let answer = server.complete(json!({"prompt": vec!["a"; 64], "n": 2})).await;
+    assert_eq!(answer.status, 200);
+}
+
+#[tokio::test]
 async fn an_error_inside_a_stream_is_an_event_in_the_same_shape() {
     let server = Server::start().await;
     let worker = server.backend.live();

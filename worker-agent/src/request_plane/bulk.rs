@@ -1,7 +1,8 @@
 //! Large answers of one connection: KV queries and model files, sent one chunk at a time between the frames of streams.
 //!
-//! The state behind a dump is copied under the indexer's lock and ordered on a blocking thread, never in the connection's
-//! task; a chunk is encoded only when the connection has room for it.
+//! The state behind a dump is copied under the indexer's lock and ordered, both on a blocking thread, and whoever else needs
+//! the indexer awaits its lock without blocking a thread of the runtime; a chunk is encoded only when the connection has
+//! room for it.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
@@ -39,7 +40,7 @@ pub(super) struct Bulk {
 }
 
 /// A stream's answer, or why there is none.
-pub(super) type Prepared = (u64, Result<Source, String>);
+pub(super) type Prepared = (u64, Result<Source, (ErrorCode, String)>);
 
 /// The rest of an answer.
 pub(super) enum Source {
@@ -78,10 +79,12 @@ impl Bulk {
         self.preparing.spawn(async move {
             let turn = tokio::time::timeout(TURN, service.kv_answers.clone().acquire_owned()).await;
             let Ok(Ok(turn)) = turn else {
-                return (id, Err(format!("no turn among the KV queries within {} s", TURN.as_secs())));
+                let message = format!("no turn among the KV queries within {} s", TURN.as_secs());
+                return (id, Err((ErrorCode::Overloaded, message)));
             };
             let prepared = tokio::task::spawn_blocking(move || prepare(query, &service, turn)).await;
-            (id, prepared.map_err(|_| "the KV query could not be prepared".to_owned()))
+            let panicked = |_| Err((ErrorCode::Overloaded, "the KV query could not be prepared".into()));
+            (id, prepared.unwrap_or_else(panicked))
         });
     }
 
@@ -103,7 +106,7 @@ impl Bulk {
     pub(super) fn write_chunk(&mut self, prepared: Option<Prepared>, out: &mut BytesMut) {
         match prepared.filter(|(id, _)| self.wanted.remove(id)) {
             Some((id, Ok(source))) => self.sending.push_back((id, source)),
-            Some((id, Err(message))) => encode_frame(&failed(id, ErrorCode::Overloaded, message), out),
+            Some((id, Err((code, message)))) => encode_frame(&failed(id, code, message), out),
             None => {}
         }
         let Some((id, mut source)) = self.sending.pop_front() else { return };
@@ -115,10 +118,15 @@ impl Bulk {
     }
 }
 
-/// Copies what a query asks for, and puts it in order. Cost: see [`kv_index::local::LocalIndexer`].
-fn prepare(query: KvQuery, service: &Service, turn: OwnedSemaphorePermit) -> Source {
+/// Copies what a query asks for, and puts it in order. Blocks; cost: see [`kv_index::local::LocalIndexer`].
+fn prepare(query: KvQuery, service: &Service, turn: OwnedSemaphorePermit) -> Result<Source, (ErrorCode, String)> {
     let answer = {
-        let indexer = service.indexer.lock();
+        let indexer = service.indexer.blocking_lock();
+        let own = indexer.dp_rank();
+        if query.dp_rank != own {
+            let message = format!("dp_rank {}; this worker has only {own}", query.dp_rank);
+            return Err((ErrorCode::InvalidRequest, message));
+        }
         match query.start {
             Some(start) => indexer.range(start, query.end),
             None => Answer::Dump(indexer.dump()),
@@ -132,7 +140,7 @@ fn prepare(query: KvQuery, service: &Service, turn: OwnedSemaphorePermit) -> Sou
             (Kind::Dump, snapshot.into_events().into_iter().map(Arc::new).collect(), last_id)
         }
     };
-    Source::Events { kind, worker_id: service.identity.instance_id, events, last_event_id, _turn: turn }
+    Ok(Source::Events { kind, worker_id: service.identity.instance_id, events, last_event_id, _turn: turn })
 }
 
 impl Source {

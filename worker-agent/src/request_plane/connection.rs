@@ -19,6 +19,7 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, MissedTickBehavior};
 
 use super::bulk::{Bulk, Prepared};
+use super::liveness::{Liveness, Lost, WRITE_STALL};
 use super::streams::{Account, INITIAL_CREDIT, Streams};
 use super::{Service, failed};
 use crate::engine::SubmitError;
@@ -33,16 +34,14 @@ const MAX_STREAMS: usize = 8192;
 /// Space for one read, in bytes.
 const READ_BYTES: usize = 64 << 10;
 /// How much may wait in the outbox while more is put into it, in bytes: large answers stop first, then streams, then
-/// reading, so that a router that does not read is answered nothing, and costs 1.3 MB at most.
+/// reading, so that a router that does not read is answered nothing, and costs 1.3 MB and one frame at most.
 const BULK_MARK: usize = 64 << 10;
 const STREAM_MARK: usize = 256 << 10;
 const READ_MARK: usize = 1 << 20;
+/// Most bytes written in one turn, so that a router that reads fast does not keep its own requests waiting.
+const WRITE_BYTES: usize = 256 << 10;
 /// Send buffer of the kernel, in bytes (which doubles it): what a token frame may have to wait behind.
 const SEND_BUFFER: usize = 256 << 10;
-/// Longest time without a byte written while there is something to write.
-const WRITE_STALL: Duration = Duration::from_secs(30);
-/// Longest silence of a router that has sent a Ping before.
-const SILENCE: Duration = Duration::from_secs(60);
 /// The kernel asks an idle peer after this long, and so often; it is given up after three missed answers.
 const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(5));
 /// How often stalls and silence are looked for.
@@ -65,20 +64,18 @@ enum ConnectionError {
     WrongWorker(String),
     #[error("no valid Hello within {} s", HANDSHAKE.as_secs())]
     HandshakeDeadline,
-    #[error("nothing could be written for {} s", WRITE_STALL.as_secs())]
-    WriteStall,
-    #[error("the router, which used to ping, was silent for {} s", SILENCE.as_secs())]
-    Silence,
+    #[error(transparent)]
+    Lost(#[from] Lost),
 }
 
 impl ConnectionError {
     /// What the router is told, if telling it makes sense.
     fn code(&self) -> Option<ErrorCode> {
         match self {
-            Self::Closed | Self::Io(_) | Self::WriteStall => None,
+            Self::Closed | Self::Io(_) | Self::Lost(Lost::WriteStall) => None,
             Self::Frame(_) | Self::Violation(_) => Some(ErrorCode::InvalidRequest),
             Self::WrongWorker(_) => Some(ErrorCode::WrongWorker),
-            Self::HandshakeDeadline | Self::Silence => Some(ErrorCode::Deadline),
+            Self::HandshakeDeadline | Self::Lost(Lost::Silence) => Some(ErrorCode::Deadline),
         }
     }
 }
@@ -144,10 +141,7 @@ struct Connection {
     /// Deadlines of streams, soonest first; those of ended streams stay for a while.
     deadlines: BinaryHeap<Reverse<(Instant, u64)>>,
     newest_stream: u64,
-    pinged: bool,
-    heard: Instant,
-    /// Since when the socket has taken nothing.
-    stalled: Option<Instant>,
+    liveness: Liveness,
 }
 
 impl Connection {
@@ -161,9 +155,7 @@ impl Connection {
             bulk: Bulk::default(),
             deadlines: BinaryHeap::new(),
             newest_stream: 0,
-            pinged: false,
-            heard: Instant::now(),
-            stalled: None,
+            liveness: Liveness::new(Instant::now()),
         }
     }
 
@@ -227,10 +219,10 @@ impl Connection {
             match turn {
                 Turn::Readable => self.read()?,
                 Turn::Writable => {}
-                Turn::Streams => self.streams.write_ready(&mut self.outbox),
+                Turn::Streams => self.streams.write_ready(&mut self.outbox, STREAM_MARK),
                 Turn::Bulk(prepared) => self.bulk.write_chunk(prepared, &mut self.outbox),
                 Turn::Deadline => self.pass_deadlines(),
-                Turn::Check => self.check_peer()?,
+                Turn::Check => self.liveness.check(Instant::now())?,
                 Turn::Draining => {
                     announced = true;
                     self.send(0, Body::Draining(Draining {}));
@@ -245,7 +237,7 @@ impl Connection {
         match self.socket.try_read_buf(&mut self.inbox) {
             Ok(0) => Err(ConnectionError::Closed),
             Ok(_) => {
-                self.heard = Instant::now();
+                self.liveness.read(Instant::now());
                 self.handle_frames()
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
@@ -265,7 +257,7 @@ impl Connection {
         use client_frame::Body as Client;
         match body {
             Client::Ping(ping) => {
-                self.pinged = true;
+                self.liveness.pinged();
                 self.send(0, Body::Pong(Pong { nonce: ping.nonce }));
             }
             Client::Credit(credit) => self.streams.add_credit(id, credit.frames),
@@ -335,14 +327,6 @@ impl Connection {
     }
 
     fn query(&mut self, id: u64, query: KvQuery) {
-        let own = self.service.indexer.lock().dp_rank();
-        if query.dp_rank != own {
-            return self.fail(
-                id,
-                ErrorCode::InvalidRequest,
-                format!("dp_rank {}; this worker has only {own}", query.dp_rank),
-            );
-        }
         if self.bulk.is_full() {
             return self.fail(id, ErrorCode::Overloaded, "too many large answers at once");
         }
@@ -366,16 +350,6 @@ impl Connection {
         }
     }
 
-    fn check_peer(&self) -> Result<(), ConnectionError> {
-        if self.stalled.is_some_and(|since| since.elapsed() > WRITE_STALL) {
-            return Err(ConnectionError::WriteStall);
-        }
-        if self.pinged && self.heard.elapsed() > SILENCE {
-            return Err(ConnectionError::Silence);
-        }
-        Ok(())
-    }
-
     fn fail(&mut self, id: u64, code: ErrorCode, message: impl Into<String>) {
         encode_frame(&failed(id, code, message), &mut self.outbox);
     }
@@ -384,16 +358,18 @@ impl Connection {
         encode_frame(&ServerFrame { stream_id, body: Some(body) }, &mut self.outbox);
     }
 
-    /// Writes as much as the socket takes now.
+    /// Writes as much as the socket takes now, up to [`WRITE_BYTES`].
     fn write(&mut self) -> io::Result<()> {
-        while !self.outbox.is_empty() {
-            match self.socket.try_write(&self.outbox) {
+        let mut left = self.outbox.len().min(WRITE_BYTES);
+        while left > 0 {
+            match self.socket.try_write(&self.outbox[..left]) {
                 Ok(written) => {
                     self.outbox.advance(written);
-                    self.stalled = None;
+                    left -= written;
+                    self.liveness.written(Instant::now());
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.stalled.get_or_insert_with(Instant::now);
+                    self.liveness.blocked(Instant::now());
                     break;
                 }
                 Err(error) => return Err(error),
@@ -414,7 +390,8 @@ impl Connection {
     /// Says why the connection ends, and gives the router a moment to read it.
     async fn refuse(mut self, why: ServerFrame) {
         encode_frame(&why, &mut self.outbox);
-        if self.write().is_ok() {
+        let rest = self.outbox.split();
+        if let Ok(Ok(())) = tokio::time::timeout(LINGER, self.socket.write_all(&rest)).await {
             self.linger().await;
         }
     }

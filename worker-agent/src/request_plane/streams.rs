@@ -126,15 +126,19 @@ impl Streams {
         if self.taken.is_empty() { Poll::Pending } else { Poll::Ready(()) }
     }
 
-    /// Writes what the ready streams have, at most one Output each.
-    pub(super) fn write_ready(&mut self, out: &mut BytesMut) {
-        for id in self.taken.drain(..) {
+    /// Writes what the ready streams have, at most one Output each, until `out` holds `mark` bytes; the other streams stay
+    /// ready and come first next time.
+    pub(super) fn write_ready(&mut self, out: &mut BytesMut, mark: usize) {
+        let mut served = 0;
+        while let Some(&id) = self.taken.get(served).filter(|_| out.len() < mark) {
+            served += 1;
             if let Some(stream) = self.open.get_mut(&id)
                 && stream.write_ready(id, out) == State::Ended
             {
                 self.open.remove(&id);
             }
         }
+        self.taken.drain(..served);
     }
 }
 
@@ -273,5 +277,49 @@ impl Account {
 impl Drop for Account {
     fn drop(&mut self) {
         self.end(Ending::cancelled);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kv_hashing::BlockSize;
+    use protocol::request_plane::decode_frame;
+
+    use super::*;
+    use crate::drain::Drain;
+    use crate::engine::EngineInfo;
+
+    #[test]
+    fn a_turn_stops_at_the_mark_and_the_next_goes_on_behind_it() {
+        let info = EngineInfo {
+            block_size: BlockSize::new(16).expect("not zero"),
+            total_blocks: 8,
+            max_num_seqs: 8,
+            max_num_batched_tokens: 8,
+            context_length: 128,
+        };
+        let (metrics, drain, mut streams) = (Arc::new(Metrics::new(&info)), Drain::default(), Streams::new());
+        let mut engines = Vec::new();
+        for id in 1..=8 {
+            let (engine, outputs) = mpsc::unbounded_channel();
+            for token in 0..100 {
+                engine.send(EngineOutput::Token { token, logprobs: None }).expect("the stream is open");
+            }
+            streams.open(id, outputs, Account::new(metrics.clone()), drain.admit().expect("not draining"));
+            engines.push(engine);
+        }
+        let mut cx = Context::from_waker(Waker::noop());
+        let mut turns = Vec::new();
+        while streams.poll_ready(&mut cx).is_ready() {
+            let mut out = BytesMut::new();
+            // An Output of 100 tokens takes more than 100 bytes: the second one passes the mark.
+            streams.write_ready(&mut out, 150);
+            let mut ids = Vec::new();
+            while let Some(frame) = decode_frame::<ServerFrame>(&mut out).expect("whole frames") {
+                ids.push(frame.stream_id);
+            }
+            turns.push(ids);
+        }
+        assert_eq!(turns, [[1, 2], [3, 4], [5, 6], [7, 8]]);
     }
 }

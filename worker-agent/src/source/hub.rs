@@ -172,7 +172,8 @@ async fn receive(
         return Ok(()); // complete, or too long and found out by the check
     }
     let answer = http.send(&Method::GET, url, done, Follow::All).await?;
-    if done > 0 && answer.status() != StatusCode::PARTIAL_CONTENT {
+    // The server sends the whole file, or has another one. A refusal (401, 503, …) costs nothing of what is here.
+    if matches!(answer.status(), StatusCode::OK | StatusCode::RANGE_NOT_SATISFIABLE) {
         file.set_len(0).map_err(SourceError::io(path))?;
         done = 0;
     }

@@ -27,10 +27,9 @@ pub(super) async fn obtain(models: &Path, progress: OnProgress<'_>) -> Result<Pa
         return Ok(path);
     }
     std::fs::create_dir_all(models).map_err(SourceError::io(models))?;
-    let fresh = models.join(format!("download-{}", std::process::id()));
-    std::fs::create_dir_all(&fresh).map_err(SourceError::io(&fresh))?;
-    let done = tokio::time::timeout(DEADLINE, unpack(&fresh, &path, progress)).await;
-    std::fs::remove_dir_all(&fresh).map_err(SourceError::io(&fresh))?;
+    // Beside the target, so that the last step is a rename; deleted however this ends, also by Ctrl-C.
+    let fresh = tempfile::Builder::new().prefix("download-").tempdir_in(models).map_err(SourceError::io(models))?;
+    let done = tokio::time::timeout(DEADLINE, unpack(fresh.path(), &path, progress)).await;
     done.unwrap_or_else(|_| Err(failed(format!("not done after {} s", DEADLINE.as_secs()))))?;
     Ok(path)
 }

@@ -192,10 +192,8 @@ async fn a_broken_download_is_continued_where_it_stopped() {
     let path = obtain(&source, &cache, &|p| seen.lock().push((p.done, p.total))).await.expect("continued");
     assert_eq!(std::fs::read(path).expect("readable"), b"0123456789");
     assert_eq!(hub.log().last().expect("asked"), "GET /m.gguf bytes=4-");
-    assert_eq!(
-        (seen.lock().first().copied(), seen.lock().last().copied()),
-        (Some((4, Some(10))), Some((10, Some(10))))
-    );
+    let seen = seen.into_inner();
+    assert_eq!((seen.first(), seen.last()), (Some(&(4, Some(10))), Some(&(10, Some(10)))));
 }
 
 #[tokio::test]

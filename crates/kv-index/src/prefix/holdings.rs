@@ -1,48 +1,14 @@
 //! What one rank holds: engine hash to sequence hash, tier by tier.
 
 use std::collections::{HashMap, HashSet};
-use std::hash::{BuildHasher, Hasher};
 
 use kv_hashing::SequenceHash;
 
 use crate::event::{EngineHash, Tier};
+use crate::hash::HashBuilder;
 
 /// Every tier, fastest first; a tier's place here is its discriminant.
 pub(super) const TIERS: [Tier; 4] = [Tier::Device, Tier::Host, Tier::Disk, Tier::Shared];
-
-/// Hasher of keys that are 64-bit hashes already: one multiplication, because engines may also send small numbers.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct HashBuilder;
-
-impl BuildHasher for HashBuilder {
-    type Hasher = FoldHasher;
-
-    fn build_hasher(&self) -> FoldHasher {
-        FoldHasher(0)
-    }
-}
-
-/// State of [`HashBuilder`].
-#[derive(Debug)]
-pub(super) struct FoldHasher(u64);
-
-impl Hasher for FoldHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.write_u64(u64::from(byte));
-        }
-    }
-
-    fn write_u64(&mut self, value: u64) {
-        // An odd constant close to 2^64 over the golden ratio; both halves of the product are folded together.
-        let product = u128::from(self.0 ^ value) * 0x9e37_79b9_7f4a_7c15;
-        self.0 = (product as u64) ^ (product >> 64) as u64;
-    }
-}
 
 /// One tier of one rank.
 #[derive(Debug, Default)]
@@ -118,6 +84,16 @@ impl Holdings {
     pub(super) fn distinct(&self, tier: Tier) -> usize {
         let map = self.tier(tier);
         map.same.len() + map.other.len() - map.aliases.values().map(|n| *n as usize).sum::<usize>()
+    }
+
+    /// Entries over all tiers: what it costs in memory.
+    pub(super) fn len(&self) -> usize {
+        self.tiers.iter().map(|map| map.same.len() + map.other.len()).sum()
+    }
+
+    /// Whether the tier holds this very engine hash.
+    pub(super) fn contains(&self, tier: Tier, engine: EngineHash) -> bool {
+        self.tier(tier).get(engine).is_some()
     }
 
     pub(super) fn is_empty(&self) -> bool {

@@ -230,6 +230,11 @@ impl Owners {
         self.device.is_empty() && self.below.is_none()
     }
 
+    /// Whether the slot holds the block in any tier.
+    pub(super) fn contains(&self, slot: Slot) -> bool {
+        self.device.contains(slot) || self.below.iter().flat_map(|below| below.iter()).any(|set| set.contains(slot))
+    }
+
     /// Slots that hold the block anywhere.
     pub(super) fn any_tier(&self) -> SlotMask {
         let mut mask = SlotMask::default();

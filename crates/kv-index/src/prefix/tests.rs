@@ -82,6 +82,33 @@ fn a_lower_tier_continues_where_the_device_ends() {
 }
 
 #[test]
+fn a_full_rank_gets_no_more_until_something_leaves() {
+    let mut index = PrefixIndex::new();
+    let path = [1, 2, 3, 4, 5];
+    index.set_limit(rank(1, 0), 3);
+    let applied = index.apply(rank(1, 0), Tier::Device, &stored(&path, 0));
+    assert_eq!(applied, Applied { added: 3, refused: 2, ..Applied::default() });
+    let again = index.apply(rank(1, 0), Tier::Device, &stored(&path[..3], 0));
+    assert_eq!(again, Applied::default(), "what it holds is not refused");
+    assert_eq!(index.apply(rank(1, 0), Tier::Host, &stored(&path[..1], 0)).refused, 1, "tiers count together");
+    assert_eq!(index.apply(rank(2, 0), Tier::Device, &stored(&path, 0)).refused, 0, "others have their own limit");
+    index.apply(rank(1, 0), Tier::Device, &removed(&[&path[..3]]));
+    assert_eq!(index.apply(rank(1, 0), Tier::Device, &stored(&path[..3], 2)).added, 1);
+    index.apply(rank(1, 0), Tier::Device, &KvEventData::Cleared);
+    assert_eq!(index.apply(rank(1, 0), Tier::Device, &stored(&path, 0)).refused, 2, "clearing keeps the limit");
+    index.remove_worker(WorkerId(1));
+    assert_eq!(index.apply(rank(1, 0), Tier::Device, &stored(&path, 0)).refused, 0, "removing drops it");
+}
+
+#[test]
+fn holding_a_prefix_is_seen_in_any_tier() {
+    let mut index = PrefixIndex::new();
+    index.apply(rank(1, 0), Tier::Host, &stored(&[1, 2], 0));
+    assert!(index.holds(rank(1, 0), sequence(&[1, 2])));
+    assert!(!index.holds(rank(1, 0), sequence(&[2])) && !index.holds(rank(2, 0), sequence(&[1])));
+}
+
+#[test]
 fn an_unknown_parent_is_reported_and_nothing_is_stored() {
     let mut index = PrefixIndex::new();
     let opaque = |path: &[u64], from| stored_as(path, from, |prefix| sequence(prefix).0 ^ 1);

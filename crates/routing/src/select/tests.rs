@@ -15,14 +15,7 @@ fn rank(worker: u64) -> WorkerRank {
 }
 
 fn worker(id: u64) -> Worker {
-    Worker {
-        rank: rank(id),
-        name: format!("w{id}").into(),
-        model: "m".into(),
-        total_blocks: Some(100),
-        labels: BTreeMap::new().into(),
-        draining: false,
-    }
+    Worker { rank: rank(id), name: format!("w{id}").into(), model: "m".into(), draining: false }
 }
 
 fn prompt(tokens: usize) -> Prompt {
@@ -64,6 +57,13 @@ impl Scene {
         self.selector.decide(&set, &request, &self.overlaps, &self.load, &mut self.rng)
     }
 
+    fn explain(&self) -> Vec<Scored> {
+        let set: WorkerSet = self.workers.iter().cloned().collect();
+        let prompt = prompt(160);
+        let request = Request { model: "m", prompt: &prompt, pinned: self.pinned, excluded: &self.excluded };
+        self.selector.explain(&set, &request, &self.overlaps, &self.load)
+    }
+
     fn chosen(&mut self) -> u64 {
         self.decide().expect("somebody").rank.worker.0
     }
@@ -78,22 +78,21 @@ fn the_documents_example_is_decided_for_the_second_worker() {
         let busy = scene.load.book(rank(id), prompt(decode * 16), 0);
         scene.load.prefill_completed(busy);
     }
-    let decision = scene.decide().expect("somebody");
-    let costs: Vec<f64> = decision.workers.iter().map(|w| w.terms.expect("eligible").cost - 10.0).collect();
+    let explained = scene.explain();
+    let costs: Vec<f64> = explained.iter().map(|w| w.terms.expect("eligible").cost - 10.0).collect();
     assert_eq!(costs, [18.0, 10.0, 11.0]);
-    assert_eq!(decision.rank, rank(2));
-    let verdicts: Vec<Verdict> = decision.workers.iter().map(|w| w.verdict).collect();
-    assert_eq!(verdicts, [Verdict::Eligible, Verdict::Chosen, Verdict::Eligible]);
+    let decision = scene.decide().expect("somebody");
+    assert_eq!((decision.rank, Some(decision.terms)), (rank(2), explained[1].terms));
 }
 
 #[test]
 fn prompt_load_falls_with_the_first_token() {
     let mut scene = Scene::new(Mode::Kv, 2);
     let busy = scene.load.book(rank(1), prompt(32), 32);
-    let terms = scene.decide().expect("somebody").workers[0].terms.expect("eligible");
+    let terms = scene.explain()[0].terms.expect("eligible");
     assert_eq!((terms.prefill_blocks, terms.decode_blocks), (12.0, 12.0));
     scene.load.prefill_completed(busy);
-    let terms = scene.decide().expect("somebody").workers[0].terms.expect("eligible");
+    let terms = scene.explain()[0].terms.expect("eligible");
     assert_eq!((terms.prefill_blocks, terms.decode_blocks), (10.0, 12.0));
 }
 
@@ -114,7 +113,26 @@ fn round_robin_takes_turns_whatever_the_overlap() {
     let mut scene = Scene::new(Mode::RoundRobin, 3);
     scene.overlaps = overlaps(&[(1, 10)]);
     let turns: Vec<u64> = (0..6).map(|_| scene.chosen()).collect();
-    assert_eq!(turns, [2, 3, 1, 2, 3, 1]);
+    assert_eq!(turns, [1, 2, 3, 1, 2, 3]);
+}
+
+#[test]
+fn a_turn_of_one_model_is_none_of_another() {
+    let mut scene = Scene::new(Mode::RoundRobin, 2);
+    scene.workers.extend((3..=4).map(|id| Worker { model: "other".into(), ..worker(id) }));
+    let set: WorkerSet = scene.workers.iter().cloned().collect();
+    let prompt = prompt(16);
+    let mut seen = Vec::new();
+    for model in ["m", "other", "m", "other"] {
+        let request = Request { model, prompt: &prompt, pinned: None, excluded: &[] };
+        let decision = scene.selector.decide(&set, &request, &scene.overlaps, &scene.load, &mut scene.rng);
+        seen.push(decision.expect("somebody").rank.worker.0);
+    }
+    assert_eq!(seen, [1, 3, 2, 4]);
+    (0..TURNS * 2).for_each(|n| {
+        scene.selector.turn(&n.to_string());
+    });
+    assert!(scene.selector.turns.len() <= TURNS);
 }
 
 #[test]
@@ -142,11 +160,11 @@ fn filters_say_why() {
     scene.workers[0].draining = true;
     scene.workers[1].model = "other".into();
     scene.excluded = vec![WorkerId(3)];
-    let decision = scene.decide().expect("worker 4 is left");
-    let verdicts: Vec<Verdict> = decision.workers.iter().map(|w| w.verdict).collect();
+    assert_eq!(scene.chosen(), 4);
+    let verdicts: Vec<Verdict> = scene.explain().iter().map(|w| w.verdict).collect();
     use Exclusion::{Draining, Excluded, OtherModel};
-    use Verdict::{Chosen, Out};
-    assert_eq!(verdicts, [Out(Draining), Out(OtherModel), Out(Excluded), Chosen]);
+    use Verdict::{Eligible, Out};
+    assert_eq!(verdicts, [Out(Draining), Out(OtherModel), Out(Excluded), Eligible]);
 }
 
 #[test]
@@ -184,9 +202,9 @@ proptest! {
         for (worker, tokens) in busy {
             scene.load.book(rank(worker), prompt(tokens), tokens);
         }
+        let explained = scene.explain();
         let decision = scene.decide().expect("somebody");
-        let least = decision.workers.iter().filter_map(|w| w.terms).map(|t| t.cost).fold(f64::INFINITY, f64::min);
+        let least = explained.iter().filter_map(|w| w.terms).map(|t| t.cost).fold(f64::INFINITY, f64::min);
         prop_assert_eq!(decision.terms.cost, least);
-        prop_assert_eq!(decision.workers.iter().filter(|w| w.verdict == Verdict::Chosen).count(), 1);
     }
 }

@@ -1,6 +1,7 @@
 //! Objects, endpoints and pods to visible workers: plain values in and out.
 
 use std::collections::HashSet;
+use std::time::SystemTime;
 
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::discovery::v1::EndpointSlice;
@@ -14,6 +15,8 @@ pub(super) struct Registration {
     pub(super) name: String,
     /// The pod that owns the object.
     pod_uid: String,
+    /// When the object was created.
+    pub(super) since: SystemTime,
     pub(super) metadata: WorkerMetadata,
 }
 
@@ -24,8 +27,9 @@ pub(super) struct ReadyPod(String);
 pub(super) fn registration(object: DynamicObject) -> Option<Registration> {
     let name = object.name_any();
     let pod_uid = object.owner_references().iter().find(|owner| owner.kind == "Pod").map(|owner| owner.uid.clone())?;
+    let since = object.creation_timestamp().map_or(SystemTime::UNIX_EPOCH, |time| time.0.into());
     match serde_json::from_value(object.data.get("spec")?.get("data")?.clone()) {
-        Ok(metadata) => Some(Registration { name, pod_uid, metadata }),
+        Ok(metadata) => Some(Registration { name, pod_uid, since, metadata }),
         Err(error) => {
             tracing::warn!(object = name, %error, "discovery: malformed DynamoWorkerMetadata");
             None

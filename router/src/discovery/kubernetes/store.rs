@@ -10,7 +10,7 @@ use kube::api::Api;
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Resource, ResourceExt};
 use serde::de::DeserializeOwned;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep_until, timeout_at};
 
 /// Server-side limit of one watch call; the client gives up 5 s later. A silently dropped connection is noticed in that time.
 const WATCH_S: u32 = 60;
@@ -31,6 +31,9 @@ pub(super) struct Watched<V> {
     listing: Option<HashMap<String, V>>,
     /// Deadline of each call while a list is incomplete.
     deadline: Duration,
+    /// When the call that is going on fails by it. Kept here, because the future that waits is dropped with every change of
+    /// another watch.
+    due: Option<Instant>,
     pause: Duration,
     paused_until: Option<Instant>,
 }
@@ -68,6 +71,7 @@ where
         listed: None,
         listing: None,
         deadline: LIST,
+        due: None,
         pause: BACKOFF.0,
         paused_until: None,
     }
@@ -93,13 +97,18 @@ impl<V> Watched<V> {
     pub(super) async fn changed(&mut self) {
         loop {
             if let Some(until) = self.paused_until {
-                sleep(until.saturating_duration_since(Instant::now())).await;
+                sleep_until(until).await;
                 self.paused_until = None;
             }
             let listing = self.listed.is_none() || self.listing.is_some();
             // Once listed, the watcher itself bounds each call by WATCH_S.
-            let next =
-                if listing { timeout(self.deadline, self.changes.next()).await } else { Ok(self.changes.next().await) };
+            let next = if listing {
+                let due = *self.due.get_or_insert_with(|| Instant::now() + self.deadline);
+                timeout_at(due, self.changes.next()).await
+            } else {
+                Ok(self.changes.next().await)
+            };
+            self.due = None;
             match next {
                 Ok(Some(Ok(change))) => {
                     self.pause = BACKOFF.0;
@@ -161,6 +170,8 @@ mod tests {
 
     use futures::stream;
 
+    use tokio::time::timeout;
+
     use super::*;
 
     type Script = VecDeque<Vec<Result<Change<u32>, watcher::Error>>>;
@@ -181,6 +192,7 @@ mod tests {
             listed: None,
             listing: None,
             deadline: Duration::from_millis(20),
+            due: None,
             pause: Duration::from_millis(1),
             paused_until: None,
         }
@@ -224,6 +236,19 @@ mod tests {
         let mut watched = scripted([Vec::new(), listed(&["a"])].into());
         watched.changes = Box::pin(stream::pending());
         watched.changed().await;
+        assert_eq!(names(&watched), ["a"]);
+    }
+
+    #[tokio::test]
+    async fn the_deadline_of_a_list_goes_on_while_other_watches_change() {
+        let mut watched = scripted([Vec::new(), listed(&["a"])].into());
+        watched.changes = Box::pin(stream::pending());
+        // Something else fires five times within each deadline.
+        let mut waits = 0;
+        while timeout(Duration::from_millis(4), watched.changed()).await.is_err() {
+            waits += 1;
+            assert!(waits < 20, "the list was never asked for again");
+        }
         assert_eq!(names(&watched), ["a"]);
     }
 }

@@ -133,14 +133,29 @@ impl Step {
 }
 
 fn digits(text: &str, from: usize, individual: bool) -> usize {
-    let numeric = |c: char| if c.is_ascii() { c.is_ascii_digit() } else { c.is_numeric() };
-    let mut chars = text[from..].chars();
-    let Some(first) = chars.next() else { return from };
-    if individual && numeric(first) {
-        return from + first.len_utf8();
+    let Some((first, len)) = numeric_at(text, from) else { return from };
+    let mut end = from + len;
+    if individual && first {
+        return end;
     }
-    let other = text[from..].find(|c| numeric(c) != numeric(first));
-    other.map_or(text.len(), |offset| from + offset)
+    while let Some((numeric, len)) = numeric_at(text, end)
+        && numeric == first
+    {
+        end += len;
+    }
+    end
+}
+
+/// Whether the character at `at` is numeric, and its length in bytes. As the reference engine has it here, that is what
+/// the standard library says, not the patterns' `\p{N}`.
+#[inline]
+fn numeric_at(text: &str, at: usize) -> Option<(bool, usize)> {
+    let byte = *text.as_bytes().get(at)?;
+    if byte.is_ascii() {
+        return Some((byte.is_ascii_digit(), 1));
+    }
+    let c = text[at..].chars().next()?;
+    Some((c.is_numeric(), c.len_utf8()))
 }
 
 fn gpt2(text: &str, from: usize) -> usize {

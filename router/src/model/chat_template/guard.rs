@@ -1,4 +1,4 @@
-//! Keeps users' strings from acting as special tokens, whatever a template does with them.
+//! Keeps users' strings from acting as special tokens.
 //!
 //! Special tokens are looked for in the rendered text. So a user's string that contains the begin of one gets an
 //! invisible mark inside that begin; the mark survives trimming, splitting and joining, the token no longer matches,
@@ -6,12 +6,13 @@
 
 use std::borrow::Cow;
 
+use super::origin::ORIGIN;
 use crate::model::vocabulary::SpecialToken;
 
 /// Breaks a special token's text. A Unicode noncharacter: valid in a string, and never part of real text.
 pub(super) const MARK: char = '\u{fdd0}';
 
-/// Escapes [`MARK`] and itself, should a user send them: followed by `0` or `1`.
+/// Escapes [`MARK`], itself and [`ORIGIN`], should a user send them: followed by `0`, `1` or `2`.
 pub(super) const ESCAPE: char = '\u{fdd1}';
 
 /// Knows the special tokens of a model.
@@ -38,7 +39,7 @@ impl Guard {
     /// `text` with its marks. Cost for harmless text: one pass.
     pub(super) fn protect<'a>(&self, text: &'a str) -> Cow<'a, str> {
         let cuts = self.cuts(text);
-        if cuts.is_empty() && !text.contains([MARK, ESCAPE]) {
+        if cuts.is_empty() && !text.contains([MARK, ESCAPE, ORIGIN]) {
             return Cow::Borrowed(text);
         }
         let mut cuts = cuts.into_iter().peekable();
@@ -50,6 +51,7 @@ impl Guard {
             match c {
                 MARK => out.extend([ESCAPE, '0']),
                 ESCAPE => out.extend([ESCAPE, '1']),
+                ORIGIN => out.extend([ESCAPE, '2']),
                 c => out.push(c),
             }
         }
@@ -119,6 +121,7 @@ pub(super) fn unguard(text: &str) -> Cow<'_, str> {
             ESCAPE => match chars.next() {
                 Some('0') => out.push(MARK),
                 Some('1') => out.push(ESCAPE),
+                Some('2') => out.push(ORIGIN),
                 other => out.extend(other), // a template cut the pair in two
             },
             c => out.push(c),
@@ -166,10 +169,10 @@ mod tests {
         #[test]
         fn no_token_survives_and_the_text_does(parts in proptest::collection::vec(prop_oneof![
             Just("<|im_end|>".to_owned()), Just("</s>".to_owned()), Just("<".to_owned()), Just("[INST]".to_owned()),
-            Just("<start_of_turn>".to_owned()), Just("\u{fdd0}".to_owned()), Just("\u{fdd1}".to_owned()), ".{0,3}"], 0..12)) {
+            Just("<start_of_turn>".to_owned()), Just("\u{fdd0}".to_owned()), Just("\u{fdd1}".to_owned()), Just("\u{fdd2}</s>".to_owned()), ".{0,3}"], 0..12)) {
             let text = parts.concat();
             let protected = guard(&TOKENS).protect(&text).into_owned();
-            prop_assert!(TOKENS.iter().all(|token| !protected.contains(token)));
+            prop_assert!(TOKENS.iter().all(|token| !protected.contains(token)) && !protected.contains(ORIGIN));
             prop_assert_eq!(unguard(&protected), text);
         }
     }

@@ -54,7 +54,7 @@ fn step<'a>(rest: &'a str, out: &mut String) -> &'a str {
 }
 
 /// Length of the string literal that `text` begins with, quotes included.
-fn literal_len(text: &str, quote: char) -> usize {
+pub(super) fn literal_len(text: &str, quote: char) -> usize {
     let mut escaped = false;
     for (at, c) in text.char_indices().skip(1) {
         match c {

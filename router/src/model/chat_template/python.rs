@@ -9,6 +9,7 @@ use minijinja::value::{Kwargs, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, Output, State};
 
 use super::guard::{ESCAPE, MARK};
+use super::origin::ORIGIN;
 
 /// How `json.dumps` is asked to write.
 struct JsonStyle {
@@ -122,7 +123,7 @@ fn json_key(key: &Value) -> String {
     }
 }
 
-/// Marks and escapes of the guard stay as they are, to be taken out later.
+/// The marks of `guard` and `origin` stay as they are, to be taken out later.
 fn write_json_string(out: &mut String, text: &str, ensure_ascii: bool) {
     out.push('"');
     for c in text.chars() {
@@ -135,7 +136,7 @@ fn write_json_string(out: &mut String, text: &str, ensure_ascii: bool) {
             '\u{8}' => out.push_str("\\b"),
             '\u{c}' => out.push_str("\\f"),
             c if c < ' ' => push_escaped(out, c as u16),
-            MARK | ESCAPE => out.push(c),
+            MARK | ESCAPE | ORIGIN => out.push(c),
             c if ensure_ascii && !c.is_ascii() => {
                 for unit in c.encode_utf16(&mut [0; 2]) {
                     push_escaped(out, *unit);

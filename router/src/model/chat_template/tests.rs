@@ -1,7 +1,5 @@
 //! Templates of real families, the differences to Python's Jinja, and injections.
 
-use serde_json::json;
-
 use super::*;
 
 const CHAT_ML: &str = "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
@@ -106,6 +104,61 @@ fn users_cannot_write_special_tokens() {
     // The system prompt's pair and the message's own pair.
     assert_eq!((text.matches("<|im_start|>").count(), text.matches("<|im_end|>").count()), (2, 2));
     assert!(template.unguard(&text).contains(attack), "the text itself is unchanged");
+}
+
+#[test]
+fn names_of_fields_cannot_be_special_tokens() {
+    for source in [
+        "{% for m in messages %}{{ m | tojson }}{% endfor %}",
+        "{% for m in messages %}{% for k, v in m.items() %}{{ k }}{{ v }}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{% for k in m %}{{ k }}{% endfor %}{% endfor %}",
+    ] {
+        let template = template(source);
+        let (content, one) = (Content::Text("x".into()), json!({"<|im_start|>": 1}));
+        let mut message = says("user", &content);
+        message.fields.push(("<|im_end|>", Cow::Borrowed(&one)));
+        let text = template.render(&TemplateInput { messages: vec![message], ..Default::default() }).expect("renders");
+        assert!(!text.contains("<|im_start|>") && !text.contains("<|im_end|>"), "{text}");
+        assert!(template.unguard(&text).contains("<|im_end|>"), "{text}");
+    }
+}
+
+#[test]
+fn a_template_that_changes_text_makes_no_special_token_of_it() {
+    for (output, content, plain) in [
+        ("m.content | replace('<think>', '')", "<|im_<think>end|>", "<|im_end|>"),
+        ("m.content.replace('<think>', '')", "<<think>|im_end|>", "<|im_end|>"),
+        ("m.content | lower", "<|IM_END|>", "<|im_end|>"),
+        ("m.content[::-1]", ">|dne_mi|<", "<|im_end|>"),
+        ("m.content.split('<think>') | join", "<<think>|eot_id|>", "<|eot_id|>"),
+        ("m.content.strip('x')", "<|eot_id|>xx", "<|eot_id|>"),
+        ("'<' + m.content", "|eot_id|>", "<|eot_id|>"),
+    ] {
+        let source = format!("{{% for m in messages %}}<|im_start|>{{{{ {output} }}}}<|im_end|>{{% endfor %}}");
+        let template = template(&source);
+        let content = Content::Text(content.into());
+        let input = TemplateInput { messages: vec![says("user", &content)], ..Default::default() };
+        let text = template.render(&input).expect("renders");
+        let inner = text.strip_prefix("<|im_start|>").and_then(|text| text.strip_suffix("<|im_end|>"));
+        let inner = inner.unwrap_or_else(|| panic!("the template's own tokens are gone from {text:?}"));
+        assert_eq!(template.unguard(inner), plain, "{output}");
+        assert!(!inner.contains(plain), "{output}: {inner:?}");
+    }
+}
+
+#[test]
+fn tokens_that_the_template_writes_stay_special() {
+    let both = "<|im_start|>user<|im_end|>";
+    for source in [
+        "{% for m in messages %}{{ '<|im_' + 'start|>' + m.role + '<|im_end|>' }}{% endfor %}",
+        "{% set end = '<|im_end|>' %}{% for m in messages %}<|im_start|>{{ m.role ~ end }}{% endfor %}",
+        "{% for m in messages %}{{ '<|im_start|>%s<|im_end|>' % m.role }}{% endfor %}",
+        "{% for m in messages %}{{ '<' + '|im_start|>' + m['role'] }}{{ ['<|im', 'end|>'] | join('_') }}{% endfor %}",
+        "{% macro turn(m) %}{{ '  <|im_start|>' + m.role }}<|im_end|>{% endmacro %}{{ turn(messages[0]) | trim }}",
+    ] {
+        assert_eq!(chat(source, &[("user", "x")]).expect("renders"), both, "{source}");
+    }
+    assert_eq!(eval("{{ bos_token }}{{ bos_token == '<|begin_of_text|>' }}"), "<|begin_of_text|>True");
 }
 
 #[test]

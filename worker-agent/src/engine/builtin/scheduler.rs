@@ -98,7 +98,7 @@ pub struct Scheduler {
     running: Vec<Sequence>,
     /// Not started yet; bounded by `max_waiting`.
     waiting: BTreeMap<Rank, Sequence>,
-    /// Started once and preempted; at most twice `max_num_seqs`, because then nothing new is started.
+    /// Started once and preempted; below twice `max_num_seqs`, because nothing new is started from `max_num_seqs` on.
     preempted: BTreeMap<Rank, Sequence>,
     /// The step between `plan` and `apply`.
     planned: Vec<Planned>,
@@ -245,16 +245,19 @@ impl Scheduler {
 
     /// Starts waiting sequences in order of rank while there are seats, tokens in the budget, and blocks. Each running
     /// sequence is left one block to grow into, so that nobody is admitted only to be preempted at once.
+    ///
+    /// While `max_num_seqs` are preempted only these are started, whoever else waits: so the best of them always starts when
+    /// nothing runs, since no sequence outgrows the arena alone.
     fn admit(&mut self) {
         let engine = &self.config.engine;
         let mut wanted: usize = self.running.iter().map(Sequence::remaining).sum();
         while self.running.len() < engine.max_num_seqs && wanted < engine.max_num_batched_tokens {
-            let heads = [self.waiting.first_key_value(), self.preempted.first_key_value()];
+            let new = self.waiting.first_key_value().filter(|_| self.preempted.len() < engine.max_num_seqs);
+            let heads = [new, self.preempted.first_key_value()];
             let Some((&rank, head)) = heads.into_iter().flatten().min_by_key(|(rank, _)| **rank) else { return };
             let blocks = head.blocks();
             let prefix = self.pool.prefix(head.reusable());
-            let full = self.preempted.len() >= engine.max_num_seqs && !self.preempted.contains_key(&rank);
-            if full || self.pool.available() < prefix.idle + (blocks - prefix.blocks) + self.running.len() {
+            if self.pool.available() < prefix.idle + (blocks - prefix.blocks) + self.running.len() {
                 return;
             }
             let taken = self.waiting.remove(&rank).or_else(|| self.preempted.remove(&rank));

@@ -67,9 +67,9 @@ pub struct Config {
     pub head_dim: usize,
     /// Tokens in the vocabulary.
     pub vocab: usize,
-    /// Added to the mean square before the root, in RMSNorm.
+    /// Added to the mean square before the root, in RMSNorm; positive.
     pub norm_eps: f32,
-    /// Rotated elements of a head, even, ≤ `head_dim`.
+    /// Rotated elements of a head, even, ≥ 2, ≤ `head_dim`.
     pub rope_dims: usize,
     /// Base of the rotation frequencies.
     pub rope_base: f32,
@@ -145,7 +145,7 @@ impl Config {
         // Far above any model, and far below overflow in the products of two.
         const MOST: usize = 1 << 24;
         if let Some((name, value)) = positive.iter().find(|(_, value)| !(1..=MOST).contains(value)) {
-            return Err(format!("a {name} of {value} is not possible"));
+            return Err(format!("{name} = {value} is not possible"));
         }
         if !self.heads.is_multiple_of(self.kv_heads) {
             return Err(format!("{} heads cannot share {} key-value heads", self.heads, self.kv_heads));
@@ -156,18 +156,18 @@ impl Config {
         if [self.hidden, self.feed_forward, self.heads * self.head_dim].iter().any(|width| !width.is_multiple_of(32)) {
             return Err("layer widths that are no multiples of 32 are not supported".into());
         }
-        if !self.rope_dims.is_multiple_of(2) || self.rope_dims > self.head_dim {
+        if self.rope_dims < 2 || !self.rope_dims.is_multiple_of(2) || self.rope_dims > self.head_dim {
             return Err(format!("{} rotated elements in heads of {} are not possible", self.rope_dims, self.head_dim));
         }
-        let finite = [self.norm_eps, self.rope_base, self.rope_scale];
-        if finite.iter().any(|v| !v.is_finite())
-            || self.norm_eps < 0.0
-            || self.rope_base <= 0.0
-            || self.rope_scale <= 0.0
-        {
-            return Err("the norm's epsilon, the rotation's base or its scale is not possible".into());
+        let positive = [
+            ("attention.layer_norm_rms_epsilon", self.norm_eps),
+            ("rope.freq_base", self.rope_base),
+            ("rope scale", self.rope_scale),
+        ];
+        match positive.iter().find(|(_, value)| !value.is_finite() || *value <= 0.0) {
+            Some((name, value)) => Err(format!("{name} = {value} is not possible")),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Query heads that share a key-value head.
@@ -200,4 +200,63 @@ fn end_tokens(gguf: &Gguf) -> Result<Vec<u32>, GgufError> {
         }
     }
     Ok(tokens)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn possible() -> Config {
+        Config {
+            architecture: Architecture::Llama,
+            context_length: 128,
+            layers: 2,
+            hidden: 64,
+            feed_forward: 96,
+            heads: 4,
+            kv_heads: 2,
+            head_dim: 16,
+            vocab: 48,
+            norm_eps: 1e-5,
+            rope_dims: 16,
+            rope_base: 10_000.0,
+            rope_scale: 1.0,
+            bos: None,
+            eos: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn what_would_fail_at_the_first_request_is_refused_by_name() {
+        assert_eq!(possible().check(), Ok(()));
+        assert_eq!(Config { rope_dims: 2, ..possible() }.check(), Ok(()));
+        let cases = [
+            (Config { context_length: 0, ..possible() }, "context_length = 0"),
+            (Config { layers: 0, ..possible() }, "block_count = 0"),
+            (Config { hidden: 0, ..possible() }, "embedding_length = 0"),
+            (Config { feed_forward: 0, ..possible() }, "feed_forward_length = 0"),
+            (Config { heads: 0, ..possible() }, "attention.head_count = 0"),
+            (Config { kv_heads: 0, ..possible() }, "attention.head_count_kv = 0"),
+            (Config { kv_heads: 8, ..possible() }, "4 heads cannot share 8"),
+            (Config { vocab: 0, ..possible() }, "vocabulary size = 0"),
+            (Config { vocab: usize::MAX, ..possible() }, "vocabulary size = 18446744073709551615"),
+            (Config { head_dim: 0, ..possible() }, "heads of 0 elements"),
+            (Config { head_dim: 8, ..possible() }, "heads of 8 elements"),
+            (Config { head_dim: 2048, ..possible() }, "heads of 2048 elements"),
+            (Config { hidden: 48, ..possible() }, "no multiples of 32"),
+            (Config { rope_dims: 0, ..possible() }, "0 rotated elements in heads of 16"),
+            (Config { rope_dims: 3, ..possible() }, "3 rotated elements in heads of 16"),
+            (Config { rope_dims: 18, ..possible() }, "18 rotated elements in heads of 16"),
+            (Config { norm_eps: f32::NAN, ..possible() }, "attention.layer_norm_rms_epsilon = NaN"),
+            (Config { norm_eps: 0.0, ..possible() }, "attention.layer_norm_rms_epsilon = 0"),
+            (Config { rope_base: 0.0, ..possible() }, "rope.freq_base = 0"),
+            (Config { rope_base: -1.0, ..possible() }, "rope.freq_base = -1"),
+            (Config { rope_base: f32::INFINITY, ..possible() }, "rope.freq_base = inf"),
+            (Config { rope_scale: 0.0, ..possible() }, "rope scale = 0"),
+        ];
+        for (config, expected) in cases {
+            let problem = config.check().expect_err(expected);
+            assert!(problem.contains(expected), "{problem}");
+        }
+    }
 }

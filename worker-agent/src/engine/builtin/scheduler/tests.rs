@@ -42,6 +42,13 @@ fn seeded(prompt: &[u32], max_tokens: u32, seed: u64) -> Generate {
     Generate { sampling: Some(sampling), ..generate(prompt, max_tokens) }
 }
 
+/// A request that always generates `max_tokens` tokens.
+fn ranked(priority: i32, prompt: &[u32], max_tokens: u32) -> Generate {
+    let mut wire = generate(prompt, max_tokens);
+    wire.stop.as_mut().expect("set").ignore_eos = true;
+    Generate { priority, ..wire }
+}
+
 /// What the request gives when it has the engine for itself, without scheduler, blocks or steps.
 fn alone(wire: &Generate, context_length: usize) -> (Vec<u32>, FinishReason) {
     let params = SamplingParams::new(wire.sampling.as_ref().unwrap_or(&Sampling::default()), VOCAB, 0).expect("valid");
@@ -183,12 +190,8 @@ fn preemption_changes_no_answer() {
 #[test]
 fn the_youngest_of_the_lowest_priority_is_preempted() {
     let mut run = Run::new(config(8, 4, 16));
-    let ignore_eos = |mut wire: Generate, priority| {
-        wire.stop.as_mut().expect("set").ignore_eos = true;
-        Generate { priority, ..wire }
-    };
-    let low = run.enqueue(ignore_eos(generate(&[2, 3, 4], 20), 0));
-    let high = run.enqueue(ignore_eos(generate(&[5, 6, 7], 20), 1));
+    let low = run.enqueue(ranked(0, &[2, 3, 4], 20));
+    let high = run.enqueue(ranked(1, &[5, 6, 7], 20));
     while run.preempted == 0 {
         run.step();
     }
@@ -196,6 +199,25 @@ fn the_youngest_of_the_lowest_priority_is_preempted() {
     run.finish();
     assert_eq!((run.answer(low).0.len(), run.answer(high).0.len()), (20, 20));
     assert_eq!(run.finished(low).reused_tokens, 0, "recomputing after preemption saves nothing of the prompt");
+}
+
+#[test]
+fn a_higher_priority_does_not_block_a_full_queue_of_preempted_sequences() {
+    let mut run = Run::new(config(8, 2, 16));
+    let (a, b) = (run.enqueue(ranked(0, &[2, 3, 4], 25)), run.enqueue(ranked(0, &[5, 6, 7], 25)));
+    while run.preempted == 0 {
+        run.step();
+    }
+    assert!(run.scheduler.preempted.values().any(|s| s.id == b));
+    let c = run.enqueue(ranked(1, &[8, 9, 10, 11, 12], 20));
+    while run.preempted < 2 {
+        run.step();
+    }
+    assert_eq!(run.scheduler.running.iter().map(|s| s.id).collect::<Vec<_>>(), [c]);
+    // As many are preempted as there are seats when the best request of all arrives, and then the last running one ends.
+    let d = run.enqueue(ranked(2, &[13, 14, 15], 4));
+    run.finish();
+    assert_eq!([a, b, c, d].map(|id| run.answer(id).0.len()), [25, 25, 20, 4]);
 }
 
 #[test]
@@ -362,5 +384,25 @@ proptest! {
         for (id, wire) in &sent {
             prop_assert_eq!(run.answer(*id), alone(wire, context_length));
         }
+    }
+
+    /// Few seats, few blocks, any priorities: `Run::step` fails when somebody waits and no step is planned.
+    #[test]
+    fn whoever_waits_while_nothing_runs_is_started(
+        blocks in 6..14usize, seqs in 1..4usize,
+        arrivals in prop::collection::vec((0..4i32, 1..10u32, 1..24u32, 0..12usize), 4..24),
+    ) {
+        let mut run = Run::new(config(blocks, seqs, seqs + 8));
+        for (i, (priority, prompt, max_tokens, steps)) in (0u32..).zip(arrivals) {
+            let prompt: Vec<u32> = (0..prompt).map(|t| 2 + (i * 7 + t * 5) % 46).collect();
+            run.enqueue(ranked(priority, &prompt, max_tokens));
+            for _ in 0..steps {
+                if !run.scheduler.is_idle() {
+                    run.step();
+                }
+                prop_assert!(run.scheduler.preempted.len() < 2 * seqs);
+            }
+        }
+        run.finish();
     }
 }
