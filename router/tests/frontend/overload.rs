@@ -122,6 +122,13 @@ async fn large_requests_over_the_limit_of_jobs_are_refused_for_now() {
     let release = server.backend.block_lookup();
     let second = async {
         metric(&server, "armature_frontend_preprocessing_jobs 1").await;
+        // The job is counted before its thread runs; the small request below must not be the one that waits.
+        in_time(async {
+            while !server.backend.lookup_waits() {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
         let refused = server.chat(large()).await;
         assert_eq!(server.chat(json!({})).await.status, 200, "small requests need no job");
         release.send(()).expect("the lookup waits");

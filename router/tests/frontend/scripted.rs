@@ -125,6 +125,11 @@ impl Scripted {
         sender
     }
 
+    /// Whether a lookup has come to the sender of [`Self::block_lookup`], and waits.
+    pub fn lookup_waits(&self) -> bool {
+        self.gate.lock().is_none()
+    }
+
     /// The only request so far.
     pub fn request(&self) -> Generate {
         let requests = self.requests.lock();
