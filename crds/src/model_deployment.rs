@@ -81,7 +81,7 @@ pub struct Model {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 256))]
     pub name: Option<String>,
-    /// Where it comes from: hf://org/name[@revision][/file.gguf], pvc://claim/path, or file:///path on the nodes.
+    /// Where it comes from: hf://org/name (then @revision and /file.gguf where wanted), pvc://claim/path, or file:///path on the nodes.
     #[schemars(length(max = 1024))]
     #[x_kube(validation = Rule::new(SOURCE_RULE).message(SOURCE_MESSAGE))]
     pub source: String,

@@ -20,20 +20,20 @@ pub struct Generated {
 
 /// Writes every generated file, or with `check` only compares and fails with the list of stale ones.
 pub fn run(check: bool) -> anyhow::Result<()> {
-    let mut files = proto::files()?;
-    files.extend(manifests::files()?);
-    files.extend(reference::files()?);
     let mut stale = Vec::new();
-    for file in files {
-        let path = root().join(&file.path);
-        if std::fs::read_to_string(&path).is_ok_and(|have| have == file.content) {
-            continue;
-        }
-        stale.push(file.path.display().to_string());
-        if !check {
-            std::fs::create_dir_all(path.parent().context("a file has a folder")?)?;
-            std::fs::write(&path, file.content).with_context(|| format!("cannot write {}", path.display()))?;
-            println!("wrote {}", file.path.display());
+    // One after the other: the chart is rendered with the CRDs that were written before.
+    for produce in [proto::files, manifests::crds, manifests::rendered, reference::files] {
+        for file in produce()? {
+            let path = root().join(&file.path);
+            if std::fs::read_to_string(&path).is_ok_and(|have| have == file.content) {
+                continue;
+            }
+            stale.push(file.path.display().to_string());
+            if !check {
+                std::fs::create_dir_all(path.parent().context("a file has a folder")?)?;
+                std::fs::write(&path, file.content).with_context(|| format!("cannot write {}", path.display()))?;
+                println!("wrote {}", file.path.display());
+            }
         }
     }
     if check && !stale.is_empty() {

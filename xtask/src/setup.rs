@@ -29,7 +29,7 @@ pub fn debian(packages: &[&str]) -> anyhow::Result<()> {
         return Ok(());
     }
     say(&format!("apt-get install {}", missing.join(" ")));
-    if !succeeds(&mut command("apt-get").arg("--version")) {
+    if !succeeds(command("apt-get").arg("--version")) {
         bail!("this needs the Debian packages {}, and there is no apt-get here", missing.join(", "));
     }
     let mut install = command("apt-get");

@@ -18,13 +18,13 @@ enum Command {
     Run(measure::Options),
     /// A real worker agent around an engine that answers at once.
     #[command(hide = true)]
-    Worker(engine::Options),
+    Worker(Box<engine::Options>),
 }
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     match Command::parse() {
         Command::Run(options) => measure::run(&options).await,
-        Command::Worker(options) => engine::serve(options).await,
+        Command::Worker(options) => engine::serve(*options).await,
     }
 }

@@ -7,15 +7,8 @@ use anyhow::Context;
 use super::Generated;
 use crate::process::{built, command, quiet, root};
 
-/// `crds/*.yaml`, the same below the chart, and `deploy/armature.yaml`.
-pub fn files() -> anyhow::Result<Vec<Generated>> {
-    let mut files = crds()?;
-    files.extend(rendered()?);
-    Ok(files)
-}
-
-/// One file a CRD. The chart carries copies: helm installs nothing outside its own folder.
-fn crds() -> anyhow::Result<Vec<Generated>> {
+/// `crds/*.yaml`, one file a CRD. The chart carries copies: helm installs nothing outside its own folder.
+pub fn crds() -> anyhow::Result<Vec<Generated>> {
     let yaml = quiet(built("armature")?.arg("crds"))?;
     let mut files = Vec::new();
     for document in yaml.split("---\n").filter(|document| !document.trim().is_empty()) {
@@ -30,8 +23,8 @@ fn crds() -> anyhow::Result<Vec<Generated>> {
     Ok(files)
 }
 
-/// The chart with default values. Left alone where there is neither chart nor helm: `cargo xtask test` builds helm.
-fn rendered() -> anyhow::Result<Vec<Generated>> {
+/// `deploy/armature.yaml`: the chart with default values. Left alone where there is neither chart nor helm: `cargo xtask test` builds helm.
+pub fn rendered() -> anyhow::Result<Vec<Generated>> {
     let Some(helm) = crate::cluster::helm()? else { return Ok(Vec::new()) };
     if !root().join("helm/armature/Chart.yaml").exists() {
         return Ok(Vec::new());
