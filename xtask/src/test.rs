@@ -177,7 +177,8 @@ fn in_cluster() -> anyhow::Result<()> {
             "apiserver",
         ]))?;
         let mut suite = nextest(&["--workspace", "--features", SUITES, "--test", "cluster"])?;
-        run_command(suite.env("ARMATURE_MODEL", model).env("ARMATURE_XTASK", std::env::current_exe()?))
+        // Not our own path: the build above may have replaced the file that we run from.
+        run_command(suite.env("ARMATURE_MODEL", model).env("ARMATURE_XTASK", bin.join("xtask")))
     });
     let ended = cluster::down();
     tested.and(ended)
