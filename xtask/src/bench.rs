@@ -10,6 +10,8 @@ pub enum Command {
     Engine(Rest),
     /// What the router costs: latency it adds, CPU per request, memory.
     Frontend(Rest),
+    /// Hit rate and latency of every routing mode over a recorded trace.
+    Trace(Rest),
 }
 
 /// Arguments for the benchmark itself.
@@ -27,10 +29,14 @@ pub fn run(bench: &Command) -> anyhow::Result<()> {
             let mut engine = command(root().join("bench/engine/run"));
             run_command(engine.args(&rest.arguments).env("ARMATURE_MODEL", model::obtain()?))
         }
-        Command::Frontend(rest) => {
-            let mut frontend = built("frontend-bench")?;
-            frontend.arg("run").args(&rest.arguments).env("ARMATURE_MODEL", model::obtain()?);
-            run_command(frontend.env("ARMATURE_BIN", binaries()?.join("armature")))
-        }
+        Command::Frontend(rest) => frontend("run", rest),
+        Command::Trace(rest) => frontend("trace", rest),
     }
+}
+
+/// The benchmarks of a router with workers behind it.
+fn frontend(which: &str, rest: &Rest) -> anyhow::Result<()> {
+    let mut bench = built("frontend-bench")?;
+    bench.arg(which).args(&rest.arguments).env("ARMATURE_MODEL", model::obtain()?);
+    run_command(bench.env("ARMATURE_BIN", binaries()?.join("armature")))
 }

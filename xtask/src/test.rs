@@ -105,8 +105,18 @@ fn unit() -> anyhow::Result<()> {
     run_command(cargo().arg("clippy").args(workspace).args(["--all-targets", "--", "--deny", "warnings"]))?;
     run_command(cargo().arg("doc").args(workspace).arg("--no-deps").env("RUSTDOCFLAGS", "--deny warnings"))?;
     tidy::run()?;
+    alone()?;
+    run_command(command(cluster::helm_binary()?).args(["lint", "--strict", "--quiet", "helm/armature"]))?;
     run_command(&mut nextest(&["--workspace"])?)?;
     run_command(cargo().args(["test", "--release", "--quiet", "--workspace", "--doc"]))
+}
+
+/// The pure crates, each by itself: in the workspace one may live on features that another asks for.
+fn alone() -> anyhow::Result<()> {
+    for (name, _) in tidy::PURE {
+        run_command(cargo().args(["check", "--release", "--quiet", "--package", name]))?;
+    }
+    Ok(())
 }
 
 fn integration() -> anyhow::Result<()> {

@@ -1,7 +1,9 @@
 //! The rules of the repository that no compiler checks.
 //!
-//! Which crate may use which, how long a file may be, which module names are review stops, and that what is generated is
-//! fresh. Prints every violation, not just the first.
+//! Which crate may use which and under which licences, how long a file may be, which module names are review stops, and
+//! that what is generated is fresh. Prints every violation, not just the first.
+
+mod licences;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -29,7 +31,7 @@ const EDGES: &[(&str, &[&str])] = &[
 ];
 
 /// Crates that decide with plain values: what they must never use from outside.
-const PURE: &[(&str, &[&str])] = &[
+pub const PURE: &[(&str, &[&str])] = &[
     ("kv-hashing", &["tokio", "kube", "hyper", "axum"]),
     ("kv-index", &["tokio", "kube", "hyper", "axum"]),
     ("routing", &["tokio", "kube", "hyper", "axum"]),
@@ -67,6 +69,7 @@ pub fn run() -> anyhow::Result<()> {
     let mut violations = Vec::new();
     edges(&mut violations)?;
     providers(&mut violations)?;
+    licences::check(&mut violations)?;
     for file in files()? {
         let text =
             std::fs::read_to_string(root().join(&file)).with_context(|| format!("cannot read {}", file.display()))?;

@@ -38,6 +38,9 @@ pub struct Options {
     rounds: usize,
 }
 
+/// How long a router does nothing before its memory counts as idle.
+const IDLE: Duration = Duration::from_secs(1);
+
 /// Measures, printing each run as it ends.
 pub async fn run(options: &Options) -> anyhow::Result<()> {
     let workers = Workers::start(options.workers).await?;
@@ -45,6 +48,7 @@ pub async fn run(options: &Options) -> anyhow::Result<()> {
     for _ in 0..options.rounds {
         for mode in &options.mode {
             let router = Router::start(&workers, mode).await?;
+            tokio::time::sleep(IDLE).await;
             let ms = |time: Duration| rounded(time.as_secs_f64() * 1e3);
             let start = json!({"server": "armature", "mode": mode, "start_to_ready_ms": ms(router.ready),
                 "start_to_model_ms": ms(router.model), "idle_rss_mb": rounded(router.rss_mb()?)});
