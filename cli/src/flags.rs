@@ -2,6 +2,7 @@
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::explain::Explain;
 use crate::up::Up;
 
 /// Serves large language models on Kubernetes, or on this machine.
@@ -12,7 +13,10 @@ pub struct Armature {
     #[command(subcommand)]
     pub command: Command,
     /// How log lines look; what is logged is set by RUST_LOG
-    #[arg(long, global = true, value_enum, default_value_t = LogFormat::Text, env = "ARMATURE_LOG_FORMAT")]
+    #[arg(
+        long, global = true, value_enum, default_value_t = LogFormat::Text, env = "ARMATURE_LOG_FORMAT",
+        help_heading = "Flags of every command"
+    )]
     pub log_format: LogFormat,
 }
 
@@ -31,11 +35,13 @@ pub enum Command {
     /// Reconciles ModelDeployments in a Kubernetes cluster
     Operator(operator::config::Config),
     /// Serves the OpenAI API and sends requests to workers
-    Router(router::config::Config),
+    Router(Box<router::config::Config>),
     /// Runs an engine and makes it known to routers
     Worker(WorkerArgs),
     /// Serves a model on this machine: one router and some workers, until Ctrl-C
     Up(Up),
+    /// Asks a router where a request would go, or why one went where it did
+    Explain(Explain),
     /// Prints the Kubernetes definitions, for `kubectl apply -f -`
     Crds,
     /// Prints a page of the reference documentation
@@ -73,12 +79,13 @@ pub struct WorkerArgs {
 }
 
 impl WorkerArgs {
-    /// With `--with-parent`, asks the kernel for SIGTERM when the parent dies, however it dies. Only Linux can.
+    /// With `--with-parent`, asks the kernel to kill us when the parent dies, however it dies: the only router that knows us, and
+    /// our entry in its discovery directory, are gone with it. Only Linux can.
     pub fn follow_parent(&self) {
         #[cfg(target_os = "linux")]
         if let Some(expected) = self.with_parent {
             use rustix::process::{Signal, getppid, set_parent_process_death_signal};
-            if let Err(error) = set_parent_process_death_signal(Some(Signal::TERM)) {
+            if let Err(error) = set_parent_process_death_signal(Some(Signal::KILL)) {
                 tracing::warn!(%error, "this worker will outlive its parent");
             }
             // A parent that died before the call above sends nothing; somebody else is the parent then.

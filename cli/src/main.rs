@@ -1,10 +1,12 @@
-//! The one binary: `armature operator | router | worker | up | crds`.
+//! The one binary: `armature operator | router | worker | up | explain | crds`.
 //!
 //! Parses, wires, waits, drains. Settings that cannot work end it with exit code 2 and one line, before any port is bound.
 
 mod commands;
+mod explain;
 mod flags;
 mod logging;
+mod open_files;
 mod outcome;
 mod reference;
 mod signals;
@@ -26,14 +28,18 @@ fn main() -> ExitCode {
 }
 
 fn run(command: Command) -> Outcome {
+    if matches!(command, Command::Router(_) | Command::Worker(_) | Command::Up(_)) {
+        open_files::raise_limit();
+    }
     match command {
         Command::Operator(args) => signals::serve(|shutdown| commands::operator::run(args, shutdown)),
-        Command::Router(args) => signals::serve(|shutdown| commands::router::run(args, shutdown)),
+        Command::Router(args) => signals::serve(|shutdown| commands::router::run(*args, shutdown)),
         Command::Worker(args) => {
             args.follow_parent();
             signals::serve(|shutdown| commands::worker::run(args, shutdown))
         }
         Command::Up(args) => signals::serve(|shutdown| up::run(args, shutdown)),
+        Command::Explain(args) => explain::run(&args),
         Command::Crds => reference::print(reference::crds()),
         Command::Reference { what } => reference::print(what.text()),
     }

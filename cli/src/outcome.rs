@@ -12,7 +12,7 @@ pub enum Failure {
     Settings(String),
     /// Something broke.
     Broken(anyhow::Error),
-    /// A worker process refused, and has said why itself.
+    /// The exit code says it all: a worker process has said why it refused, or a person wants the end at once.
     Said(u8),
 }
 
@@ -49,9 +49,32 @@ pub fn exit_code(outcome: Outcome) -> ExitCode {
             ExitCode::from(2)
         }
         Err(Failure::Broken(error)) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {}", line(&error));
             ExitCode::FAILURE
         }
         Err(Failure::Said(code)) => ExitCode::from(code),
+    }
+}
+
+/// An error and its causes, without those that an error before them has quoted.
+fn line(error: &anyhow::Error) -> String {
+    error.chain().map(ToString::to_string).fold(String::new(), |line, cause| match line.as_str() {
+        "" => cause,
+        said if said.contains(&cause) => line,
+        said => format!("{said}: {cause}"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::anyhow;
+
+    use super::*;
+
+    #[test]
+    fn a_cause_is_said_once() {
+        let quoted = anyhow!("no such file").context("reading x: no such file").context("cannot start");
+        assert_eq!(line(&quoted), "cannot start: reading x: no such file");
+        assert_eq!(line(&anyhow!("alone")), "alone");
     }
 }

@@ -61,16 +61,85 @@ fn flags() -> String {
 fn row(arg: &clap::Arg) -> String {
     let flag = arg.get_long().map_or_else(|| arg.get_id().to_string(), |long| format!("--{long}"));
     let variable = arg.get_env().map(|name| format!("`{}`", name.to_string_lossy())).unwrap_or_default();
-    let takes_value = arg.get_action().takes_values();
-    // A default with our process id in it is another one at every start.
-    let id = format!("-{}", std::process::id());
-    let defaults = arg.get_default_values().iter().map(|value| value.to_string_lossy().into_owned());
-    let default: Vec<_> =
-        defaults.filter(|value| takes_value && !value.ends_with(&id)).map(|value| format!("`{value}`")).collect();
-    let mut meaning = arg.get_help().map(ToString::to_string).unwrap_or_default();
+    let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+    let (meaning, said) = said_default(&help);
+    let mut meaning = meaning.replace('|', "\\|");
     let values: Vec<_> = arg.get_possible_values().iter().map(|value| format!("`{}`", value.get_name())).collect();
-    if takes_value && !values.is_empty() {
+    if arg.get_action().takes_values() && !values.is_empty() {
         let _ = write!(meaning, " ({})", values.join(", "));
     }
-    format!("| `{flag}` | {variable} | {} | {} |\n", default.join(", "), meaning.replace('|', "\\|"))
+    let default = match said {
+        Some(words) if words == "none" || words.contains(' ') => words.to_owned(),
+        Some(value) => format!("`{value}`"),
+        None => default(arg),
+    };
+    format!("| `{flag}` | {variable} | {default} | {meaning} |\n")
+}
+
+/// Splits off a default that only the help text can tell, as `[default: the router's own]`.
+fn said_default(help: &str) -> (&str, Option<&str>) {
+    match help.split_once("[default: ") {
+        Some((meaning, rest)) => (meaning.trim_end(), rest.split(']').next()),
+        None => (help, None),
+    }
+}
+
+/// What happens without the flag.
+fn default(arg: &clap::Arg) -> String {
+    let values: Vec<_> = arg.get_default_values().iter().map(|value| value.to_string_lossy()).collect();
+    match values.as_slice() {
+        _ if arg.is_required_set() => "required".into(),
+        // A switch has a value only where it was given.
+        _ if !arg.get_action().takes_values() => "off".into(),
+        [] => "none".into(),
+        [value] if value.is_empty() => "empty".into(),
+        values => values.iter().map(|value| format!("`{value}`")).collect::<Vec<_>>().join(", "),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Command {
+        /// A switch
+        #[arg(long)]
+        switch: bool,
+        /// Must be there
+        #[arg(long, env = "NEEDED")]
+        needed: String,
+        /// May be missing
+        #[arg(long)]
+        free: Option<String>,
+        /// Text
+        #[arg(long, default_value = "")]
+        text: String,
+        /// Number | count
+        #[arg(long, default_value_t = 3)]
+        number: u8,
+        /// Name of the host [default: the pod's]
+        #[arg(long, default_value_t = format!("{}", std::process::id()), hide_default_value = true)]
+        host: String,
+    }
+
+    #[test]
+    fn every_flag_says_what_happens_without_it() {
+        let command = Command::command();
+        let rows: Vec<_> = command.get_arguments().map(row).collect();
+        assert_eq!(
+            rows,
+            [
+                "| `--switch` |  | off | A switch |\n",
+                "| `--needed` | `NEEDED` | required | Must be there |\n",
+                "| `--free` |  | none | May be missing |\n",
+                "| `--text` |  | empty | Text |\n",
+                "| `--number` |  | `3` | Number \\| count |\n",
+                "| `--host` |  | the pod's | Name of the host |\n",
+            ]
+        );
+        assert!(!flags().contains("``"), "no empty code");
+    }
 }

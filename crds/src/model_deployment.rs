@@ -3,15 +3,16 @@
 //! The smallest object is `spec: {model: {source: …}}`: one router and one aggregated worker. What is missing is decided when
 //! pods are built, so a stored object stays as its author wrote it.
 
-use k8s_openapi::api::core::v1::EnvVar;
+mod router;
+
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::quantity::Resources;
 use crate::source::{SOURCE_MESSAGE, SOURCE_RULE};
 use crate::worker_pool::{Role, WorkerTemplate};
+pub use router::{QueuePolicy, Router, RouterMode};
 
 /// A model and how it is served.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, CustomResource, KubeSchema)]
@@ -81,78 +82,11 @@ pub struct Model {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 256))]
     pub name: Option<String>,
-    /// Where it comes from: hf://org/name (then @revision and /file.gguf where wanted), pvc://claim/path, or file:///path on the nodes.
+    /// Where its GGUF file is: hf://org/name (then @revision and /file.gguf where wanted), pvc://claim/path, or file:///path on the
+    /// nodes, below a directory that the operator may mount.
     #[schemars(length(max = 1024))]
     #[x_kube(validation = Rule::new(SOURCE_RULE).message(SOURCE_MESSAGE))]
     pub source: String,
-}
-
-/// The routers: how many, and how they choose. What is missing keeps the router's own default.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct Router {
-    /// Router pods; 1 where missing.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 0))]
-    pub replicas: Option<i32>,
-    /// Resources of the router container.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub resources: Option<Resources>,
-    /// How a worker is chosen.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mode: Option<RouterMode>,
-    /// Credit per prompt block that a worker holds in device memory, 0 to 1. More favours reuse, less favours even load.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 0.0, max = 1.0))]
-    pub overlap_score_credit: Option<f64>,
-    /// Credit per prompt block in host memory.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 0.0, max = 1.0))]
-    pub host_cache_hit_weight: Option<f64>,
-    /// Credit per prompt block on disk.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 0.0, max = 1.0))]
-    pub disk_cache_hit_weight: Option<f64>,
-    /// Factor on prompt blocks that must be computed, against blocks being decoded.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 0.0))]
-    pub prefill_load_scale: Option<f64>,
-    /// 0 takes the cheapest worker; above, workers are drawn by softmax over their costs.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 0.0))]
-    pub temperature: Option<f64>,
-    /// Follow the workers' KV events.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub kv_events: Option<bool>,
-    /// More arguments of `armature router`.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub extra_args: Vec<String>,
-    /// More environment variables of the router container.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub extra_env: Vec<EnvVar>,
-}
-
-/// How a worker is chosen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum RouterMode {
-    /// By cached prompt blocks and load.
-    Kv,
-    /// In turn.
-    RoundRobin,
-    /// At random.
-    Random,
-}
-
-impl RouterMode {
-    /// As it is written in objects and flags.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Kv => "kv",
-            Self::RoundRobin => "round-robin",
-            Self::Random => "random",
-        }
-    }
 }
 
 /// A pool of workers.

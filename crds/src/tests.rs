@@ -46,6 +46,23 @@ fn the_smallest_object_is_read_and_written_unchanged() {
 }
 
 #[test]
+fn the_examples_say_nothing_that_is_not_read() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/examples");
+    let mut count = 0;
+    for file in std::fs::read_dir(folder).expect("it is there") {
+        let path = file.expect("readable").path();
+        let text = std::fs::read_to_string(&path).expect("readable");
+        let written: Value = serde_saphyr::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        let object: ModelDeployment = serde_json::from_value(written.clone()).expect("a ModelDeployment");
+        Source::parse(&object.spec.model.source).expect("a source");
+        let read = serde_json::to_value(&object).expect("serializable");
+        assert_eq!(read["spec"], written["spec"], "{}", path.display());
+        count += 1;
+    }
+    assert!(count >= 4, "only {count} examples");
+}
+
+#[test]
 fn amounts_may_be_numbers() {
     let spec: ModelDeploymentSpec = serde_json::from_value(json!({
         "model": {"source": "hf://org/name"},

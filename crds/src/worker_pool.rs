@@ -108,7 +108,7 @@ pub struct Engine {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct BuiltIn {
-    /// Compute threads.
+    /// Compute threads; one per core of the node where missing. Request as many CPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1))]
     pub threads: Option<u32>,
@@ -116,7 +116,8 @@ pub struct BuiltIn {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("self in [16, 32, 64]").message("must be 16, 32 or 64"))]
     pub block_size: Option<u32>,
-    /// KV blocks in the arena.
+    /// KV blocks in the arena; one takes layers × KV heads × head size × block size × 4 bytes. A worker whose memory limit is
+    /// below that refuses to start.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1))]
     pub kv_blocks: Option<u32>,

@@ -2,6 +2,7 @@
 
 mod pod;
 mod router;
+mod router_flags;
 mod worker;
 
 use std::collections::BTreeMap;
@@ -17,6 +18,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 pub use pod::POD_ENVIRONMENT;
 pub use router::HTTP_PORT;
+pub use router_flags::router_flags;
 pub use worker::{ADMIN_PORT, EVENT_PORT, REQUEST_PORT, pool_deployment};
 
 use crate::config::Settings;
@@ -36,7 +38,7 @@ pub struct Children {
     pub roles: Vec<Role>,
     /// Who may do it.
     pub role_bindings: Vec<RoleBinding>,
-    /// The clients' Service, and the headless one behind which workers are discovered.
+    /// The clients' Service, and the headless ones behind which routers and workers are discovered.
     pub services: Vec<Service>,
     /// Router pods.
     pub routers: Deployment,
@@ -51,7 +53,11 @@ pub fn children(deployment: &ValidDeployment<'_>, settings: &Settings, owner: &O
         service_accounts: vec![router_access.account, worker_access.account],
         roles: vec![router_access.role, worker_access.role],
         role_bindings: vec![router_access.binding, worker_access.binding],
-        services: vec![router::service(deployment, owner), worker::service(deployment, owner)],
+        services: vec![
+            router::service(deployment, owner),
+            router::peers(deployment, owner),
+            worker::service(deployment, owner),
+        ],
         routers: router::deployment(deployment, settings, owner),
         pools: deployment.pools.iter().map(|pool| worker::pool(deployment, pool, owner)).collect(),
     }
@@ -59,7 +65,7 @@ pub fn children(deployment: &ValidDeployment<'_>, settings: &Settings, owner: &O
 
 /// Name of the Service of a deployment, its routers' and workers' objects.
 pub mod name {
-    /// Routers: Deployment, ServiceAccount, Role.
+    /// Routers: Deployment, ServiceAccount, Role, and the headless Service by which they find each other.
     pub fn routers(deployment: &str) -> String {
         format!("{deployment}-router")
     }

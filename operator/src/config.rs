@@ -43,8 +43,8 @@ pub struct Config {
     #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u16).range(3..=600))]
     pub lease_seconds: u16,
 
-    /// Name of this operator in the Lease.
-    #[arg(long, env = "POD_NAME", default_value_t = default_identity())]
+    /// Name of this operator in the Lease [default: host name and process id]
+    #[arg(long, env = "POD_NAME", default_value_t = default_identity(), hide_default_value = true)]
     pub identity: String,
 }
 

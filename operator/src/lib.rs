@@ -38,9 +38,9 @@ const END_DEADLINE: Duration = Duration::from_secs(10);
 /// Why the operator ended.
 #[derive(Debug, thiserror::Error)]
 pub enum OperatorError {
-    /// There is no usable configuration of a cluster.
-    #[error("no Kubernetes cluster: {0}")]
-    Config(#[from] kube::config::InferConfigError),
+    /// There is no usable configuration of a cluster: not in a pod, and this is what is wrong with the kubeconfig.
+    #[error("no Kubernetes cluster: this is no pod, and {0}; set KUBECONFIG, or see the cluster-less `armature up`")]
+    Config(String),
     /// A client cannot be made from it.
     #[error("Kubernetes client: {0}")]
     Client(#[from] kube::Error),
@@ -54,7 +54,11 @@ pub enum OperatorError {
 /// The cluster is the one of `KUBECONFIG`, or that of the pod. Ends with an error when leadership is lost: a process that
 /// may have been overtaken must not go on.
 pub async fn run(config: Config, listener: TcpListener, shutdown: CancellationToken) -> Result<(), OperatorError> {
-    let client = Client::try_from(kube::Config::infer().await?)?;
+    // Its source is the kubeconfig's error; its own text adds only that the variables of a pod are missing.
+    let cluster = kube::Config::infer().await.map_err(|error| {
+        OperatorError::Config(std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string))
+    })?;
+    let client = Client::try_from(cluster)?;
     run_with(client, config, listener, shutdown).await
 }
 

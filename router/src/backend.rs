@@ -7,8 +7,10 @@ use std::sync::Arc;
 
 use protocol::metadata::ModelCard;
 use protocol::request_plane::{Finished, Generate, Output};
+use routing::{CostOverrides, Explanation, Record, WorkerSet};
 
 use crate::model::Model;
+use crate::proxy::Proxy;
 
 /// A model that at least one worker serves.
 pub struct ServedModel {
@@ -28,6 +30,29 @@ pub struct RouteOptions {
     pub model: Option<Arc<Model>>,
     /// Send the request to this worker or refuse it (`x-armature-worker`).
     pub pinned_worker: Option<u64>,
+    /// Everything else.
+    pub hints: RoutingHints,
+}
+
+/// What a request says about where and when it should run; ranges have been checked.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RoutingHints {
+    /// Of the worker that it is pinned to, only this rank.
+    pub dp_rank: Option<u32>,
+    /// Never to these workers.
+    pub excluded: Vec<u64>,
+    /// Only to workers with these labels, as (name, value).
+    pub labels: Vec<(String, String)>,
+    /// Only to workers of this revision.
+    pub revision: Option<String>,
+    /// Weights of the cost in place of the configured ones.
+    pub cost: CostOverrides,
+    /// Its weight among those that wait.
+    pub priority: f64,
+    /// Before all that have less of it, among those that wait.
+    pub strict_priority: i32,
+    /// How long its answer is expected to be.
+    pub expected_output_tokens: Option<u32>,
 }
 
 /// A running request.
@@ -66,6 +91,12 @@ pub enum DispatchError {
     /// The pinned worker is unknown or does not serve the model: 400.
     #[error("worker {0} does not serve this model")]
     UnknownWorker(u64),
+    /// Workers serve the model, but each is over a threshold of `--active-…`: 503.
+    #[error("every worker of model {model:?} is busy")]
+    Busy {
+        /// The model asked for.
+        model: String,
+    },
     /// As many workers as one request may try, or all there are, refused it for now: 429.
     #[error("all workers are at their limit: {0}")]
     Overloaded(String),
@@ -82,6 +113,9 @@ pub enum DispatchError {
         /// What it said.
         message: String,
     },
+    /// The worker ended before the request did: 503, or an error event inside a stream. Sent again, it goes elsewhere.
+    #[error("{0}; send the request again")]
+    ShuttingDown(String),
     /// A deadline passed: 504.
     #[error("deadline of {seconds} s passed while {stage}")]
     Deadline {
@@ -90,6 +124,15 @@ pub enum DispatchError {
         /// The limit.
         seconds: u64,
     },
+}
+
+/// Something that a person should look at.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Warning {
+    /// The worker it is about; `None` when it is about all of them.
+    pub worker: Option<String>,
+    /// What is wrong with its KV events.
+    pub reason: &'static str,
 }
 
 /// What the frontend needs of the cluster.
@@ -106,6 +149,31 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Whether discovery has delivered its first view: what `/ready` answers.
     fn synced(&self) -> bool;
+
+    /// Workers that speak OpenAI's API themselves: requests go to them as they came, and none to `generate`.
+    fn proxy(&self) -> Option<&Arc<Proxy>> {
+        None
+    }
+
+    /// What keeps the router from choosing as well as it should, although requests are served.
+    fn warnings(&self) -> Vec<Warning> {
+        Vec::new()
+    }
+
+    /// The workers a decision chooses among.
+    fn workers(&self) -> WorkerSet {
+        WorkerSet::default()
+    }
+
+    /// Where a request would go now, and why. Changes nothing.
+    fn explain(&self, request: &Generate, _options: &RouteOptions) -> Result<Explanation, DispatchError> {
+        Err(DispatchError::NoWorker { model: request.model.clone() })
+    }
+
+    /// The decisions about a request that are still known, oldest first: one for each attempt.
+    fn decisions(&self, _request: &str) -> Vec<Record> {
+        Vec::new()
+    }
 
     /// Chooses a worker and starts the request there; retries on other workers while no token has been delivered.
     fn generate(

@@ -1,36 +1,29 @@
 //! The router's flags, under Dynamo's names, and what they become once they are checked.
 
+mod selection;
+
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::builder::BoolishValueParser;
 use clap::{Args, ValueEnum};
-use routing::{CostConfig, Mode};
 
 use crate::discovery::Source;
 use crate::http::FrontendConfig;
-
-/// How a worker is picked.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum RouterMode {
-    /// Lowest cost: cached prefix and load.
-    #[default]
-    Kv,
-    /// Each worker in turn.
-    RoundRobin,
-    /// Any worker.
-    Random,
-}
+use crate::index::config::{IndexOptions, IndexSettings};
+use crate::proxy::config::ProxyConfig;
+use crate::replicas::options::{ReplicaOptions, ReplicaSettings};
+pub use selection::{QueueSettings, RouterMode, RouterQueuePolicy, Selection, SelectionOptions};
 
 /// Where workers are found.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DiscoveryBackend {
     /// Objects of the Kubernetes API.
-    #[default]
     Kubernetes,
     /// One file for each worker in a directory.
     File,
+    /// The OpenAI servers of --workers.
+    Static,
 }
 
 /// Flags of the router.
@@ -42,39 +35,12 @@ pub struct Config {
     /// Port the HTTP server listens on
     #[arg(long, env = "DYN_HTTP_PORT", default_value_t = 8000)]
     pub http_port: u16,
-    /// How a worker is picked
-    #[arg(long, env = "DYN_ROUTER_MODE", value_enum, default_value_t)]
-    pub router_mode: RouterMode,
-    /// Credit for prefix blocks in device memory, 0 to 1; more favours reuse, less favours even load
-    #[arg(long, env = "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT", default_value_t = CostConfig::default().overlap_score_credit)]
-    pub router_kv_overlap_score_credit: f64,
-    /// Credit for prefix blocks in host memory
-    #[arg(long, env = "DYN_ROUTER_HOST_CACHE_HIT_WEIGHT", default_value_t = CostConfig::default().host_cache_hit_weight)]
-    pub router_host_cache_hit_weight: f64,
-    /// Credit for prefix blocks on disk
-    #[arg(long, env = "DYN_ROUTER_DISK_CACHE_HIT_WEIGHT", default_value_t = CostConfig::default().disk_cache_hit_weight)]
-    pub router_disk_cache_hit_weight: f64,
-    /// Credit for blocks of a shared pool beyond what the worker holds
-    #[arg(long, env = "DYN_SHARED_CACHE_MULTIPLIER", default_value_t = CostConfig::default().shared_cache_multiplier)]
-    pub shared_cache_multiplier: f64,
-    /// Factor on the prompt side of the cost
-    #[arg(long, env = "DYN_ROUTER_PREFILL_LOAD_SCALE", default_value_t = CostConfig::default().prefill_load_scale)]
-    pub router_prefill_load_scale: f64,
-    /// 0 picks the lowest cost; above, workers are sampled by softmax over their costs
-    #[arg(long, env = "DYN_ROUTER_TEMPERATURE", default_value_t = CostConfig::default().temperature)]
-    pub router_temperature: f64,
-    /// Follow the workers' KV events
-    #[arg(
-        long, env = "DYN_ROUTER_USE_KV_EVENTS", default_value = "true", default_missing_value = "true",
-        num_args = 0..=1, require_equals = true, value_parser = BoolishValueParser::new()
-    )]
-    pub router_kv_events: bool,
-    /// Route by load alone
-    #[arg(long)]
-    pub no_router_kv_events: bool,
-    /// Where workers are found
-    #[arg(long, env = "DYN_DISCOVERY_BACKEND", value_enum, default_value_t)]
-    pub discovery_backend: DiscoveryBackend,
+    /// How a worker is picked, and who waits
+    #[command(flatten)]
+    pub selection: SelectionOptions,
+    /// Where workers are found [default: kubernetes, or static where --workers are given]
+    #[arg(long, env = "DYN_DISCOVERY_BACKEND", value_enum)]
+    pub discovery_backend: Option<DiscoveryBackend>,
     /// Directory of file discovery
     #[arg(long, env = "DYN_FILE_KV", value_name = "DIR")]
     pub discovery_dir: Option<PathBuf>,
@@ -96,6 +62,15 @@ pub struct Config {
     /// Longest silence between two tokens of a request, in seconds
     #[arg(long, env = "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS", default_value = "120", value_parser = seconds)]
     pub token_timeout_secs: Duration,
+    /// The KV index
+    #[command(flatten)]
+    pub index: IndexOptions,
+    /// Other routers of the same workers
+    #[command(flatten)]
+    pub replicas: ReplicaOptions,
+    /// Workers that are plain OpenAI servers
+    #[command(flatten)]
+    pub proxy: ProxyConfig,
     /// The HTTP frontend
     #[command(flatten)]
     pub frontend: FrontendConfig,
@@ -106,21 +81,41 @@ pub struct Config {
 #[error("{0}")]
 pub struct ConfigError(String);
 
+impl ConfigError {
+    pub(crate) fn new(message: impl Into<String>) -> Self {
+        Self(message.into())
+    }
+}
+
 /// Settings that have been checked.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// How workers are picked.
-    pub mode: Mode,
-    /// Weights of the cost; valid.
-    pub cost: CostConfig,
-    /// Follow KV events.
-    pub kv_events: bool,
+    /// How workers are picked, and who waits.
+    pub selection: Selection,
+    /// Where it is known what workers hold.
+    pub index: IndexSettings,
     /// Where workers are found.
     pub source: Source,
+    /// How load is shared with other routers, if it is.
+    pub replicas: Option<ReplicaSettings>,
     /// Only workers registered under this Dynamo namespace.
     pub dynamo_namespace: Option<String>,
     /// How long things may take.
     pub deadlines: Deadlines,
+}
+
+impl Settings {
+    /// The defaults, with workers from `source`.
+    pub fn new(source: Source) -> Self {
+        Self {
+            selection: Selection::default(),
+            index: IndexSettings::default(),
+            source,
+            replicas: None,
+            dynamo_namespace: None,
+            deadlines: Deadlines::default(),
+        }
+    }
 }
 
 /// How long each stage of a request may take.
@@ -144,33 +139,16 @@ impl Default for Deadlines {
 impl Config {
     /// Checks everything that can be checked without touching the network.
     pub fn validate(&self) -> Result<Settings, ConfigError> {
-        let cost = CostConfig {
-            overlap_score_credit: self.router_kv_overlap_score_credit,
-            host_cache_hit_weight: self.router_host_cache_hit_weight,
-            disk_cache_hit_weight: self.router_disk_cache_hit_weight,
-            shared_cache_multiplier: self.shared_cache_multiplier,
-            prefill_load_scale: self.router_prefill_load_scale,
-            temperature: self.router_temperature,
-        };
-        cost.validate().map_err(|error| ConfigError(format!("{} {}", flag_of(error.name), tail(&error))))?;
-        let mode = match self.router_mode {
-            RouterMode::Kv => Mode::Kv,
-            RouterMode::RoundRobin => Mode::RoundRobin,
-            RouterMode::Random => Mode::Random,
-        };
-        let source = match (self.discovery_backend, &self.discovery_dir) {
-            (DiscoveryBackend::File, Some(directory)) => Source::File { directory: directory.clone() },
-            (DiscoveryBackend::File, None) => {
-                return Err(ConfigError("--discovery-backend file needs --discovery-dir DIR".into()));
-            }
-            (DiscoveryBackend::Kubernetes, _) => {
-                Source::Kubernetes { namespace: self.namespace.clone(), deployment: self.deployment.clone() }
-            }
+        let kv_events = self.selection.kv_events();
+        let source = self.source(kv_events)?;
+        let all_tell = match &source {
+            Source::Static(proxy) => proxy.servers.iter().all(|server| server.events.is_some()),
+            _ => true,
         };
         Ok(Settings {
-            mode,
-            cost,
-            kv_events: self.router_kv_events && !self.no_router_kv_events,
+            selection: self.selection.validate()?,
+            index: self.index.validate(kv_events, all_tell)?,
+            replicas: self.replicas.validate(&source)?,
             source,
             dynamo_namespace: self.dyn_namespace.clone(),
             deadlines: Deadlines {
@@ -180,26 +158,39 @@ impl Config {
             },
         })
     }
-}
 
-/// The flag behind a weight.
-fn flag_of(name: &str) -> &'static str {
-    match name {
-        "overlap_score_credit" => "--router-kv-overlap-score-credit",
-        "host_cache_hit_weight" => "--router-host-cache-hit-weight",
-        "disk_cache_hit_weight" => "--router-disk-cache-hit-weight",
-        "shared_cache_multiplier" => "--shared-cache-multiplier",
-        "prefill_load_scale" => "--router-prefill-load-scale",
-        _ => "--router-temperature",
+    fn source(&self, kv_events: bool) -> Result<Source, ConfigError> {
+        let listed = !self.proxy.workers.is_empty();
+        let backend = match (self.discovery_backend, listed) {
+            (None, true) | (Some(DiscoveryBackend::Static), _) => {
+                if self.discovery_dir.is_some() {
+                    return Err(ConfigError::new("--workers and --discovery-dir contradict each other; drop one"));
+                }
+                return Ok(Source::Static(self.proxy.validate(kv_events)?.into()));
+            }
+            (Some(other), true) => {
+                let other = if other == DiscoveryBackend::File { "file" } else { "kubernetes" };
+                return Err(ConfigError::new(format!(
+                    "--workers and --discovery-backend {other} contradict each other; drop one"
+                )));
+            }
+            (other, false) => other.unwrap_or(DiscoveryBackend::Kubernetes),
+        };
+        if let Some(flag) = self.proxy.stray() {
+            return Err(ConfigError::new(format!("{flag} needs --workers URL,…")));
+        }
+        match (backend, &self.discovery_dir) {
+            (DiscoveryBackend::File, Some(directory)) => Ok(Source::File { directory: directory.clone() }),
+            (DiscoveryBackend::File, None) => {
+                Err(ConfigError::new("--discovery-backend file needs --discovery-dir DIR"))
+            }
+            _ => Ok(Source::Kubernetes { namespace: self.namespace.clone(), deployment: self.deployment.clone() }),
+        }
     }
 }
 
-fn tail(error: &routing::CostConfigError) -> String {
-    format!("must be {}, not {}", error.range, error.value)
-}
-
 /// Seconds, with a fraction; above zero.
-fn seconds(text: &str) -> Result<Duration, String> {
+pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let number: f64 = text.parse().map_err(|_| "not a number of seconds".to_owned())?;
     match Duration::try_from_secs_f64(number) {
         Ok(duration) if !duration.is_zero() => Ok(duration),
@@ -227,17 +218,9 @@ mod tests {
     #[test]
     fn the_defaults_are_kv_mode_over_kubernetes() {
         let settings = settings(&[]).expect("valid");
-        assert_eq!((settings.mode, settings.kv_events), (Mode::Kv, true));
-        assert_eq!(settings.cost, CostConfig::default());
+        assert_eq!((settings.selection, settings.index.events), (Selection::default(), true));
         assert_eq!(settings.deadlines, Deadlines::default());
         assert!(matches!(settings.source, Source::Kubernetes { .. }));
-    }
-
-    #[test]
-    fn events_can_be_turned_off_both_ways() {
-        assert!(!settings(&["--no-router-kv-events"]).expect("valid").kv_events);
-        assert!(!settings(&["--router-kv-events=false"]).expect("valid").kv_events);
-        assert!(settings(&["--router-kv-events"]).expect("valid").kv_events);
     }
 
     #[test]
@@ -250,5 +233,49 @@ mod tests {
         assert_eq!(wrong(&["--router-temperature=-1"]), "--router-temperature must be a number of at least 0, not -1");
         assert_eq!(wrong(&["--discovery-backend", "file"]), "--discovery-backend file needs --discovery-dir DIR");
         assert!(wrong(&["--connect-timeout-secs", "0"]).contains("must be above 0"));
+    }
+
+    #[test]
+    fn workers_are_a_static_list_unless_something_else_is_asked_for() {
+        let servers = |flags: &[&str]| match settings(flags).map(|settings| settings.source) {
+            Ok(Source::Static(proxy)) => proxy.servers.iter().map(|server| server.url.to_string()).collect::<Vec<_>>(),
+            other => panic!("{other:?}"),
+        };
+        let expected = ["http://a:8000", "http://b:8000"];
+        assert_eq!(servers(&["--workers", "http://a:8000,http://b:8000/v1"]), expected);
+        assert_eq!(servers(&["--discovery-backend=static", "--workers=http://a:8000", "--workers=b:8000"]), expected);
+        let wrong = |flags: &[&str]| settings(flags).map(|_| ()).expect_err("invalid");
+        assert_eq!(
+            wrong(&["--workers=a:1", "--discovery-backend=file"]),
+            "--workers and --discovery-backend file contradict each other; drop one"
+        );
+        assert_eq!(
+            wrong(&["--workers=a:1", "--discovery-dir=d"]),
+            "--workers and --discovery-dir contradict each other; drop one"
+        );
+        assert_eq!(wrong(&["--discovery-backend=static"]), "--discovery-backend static needs --workers URL,…");
+        assert_eq!(wrong(&["--workers=a:1,http://a:1/v1"]), "--workers names http://a:1 twice");
+        assert_eq!(wrong(&["--model-path=d"]), "--model-path needs --workers URL,…");
+        assert_eq!(wrong(&["--workers=a:1", "--model-name=m"]), "--model-name needs --model-path DIR");
+        assert!(wrong(&["--workers=https://a:1"]).contains("https is not supported"));
+    }
+
+    #[test]
+    fn kv_events_need_a_server_and_a_tokenizer() {
+        let events = "--kv-events-endpoints=http://a:1=tcp://a:5557;replay=tcp://a:5558";
+        let with = |flags: &[&str]| settings(&[&["--workers=a:1,b:1", events], flags].concat());
+        let Ok(Source::Static(proxy)) = with(&["--model-path=d"]).map(|settings| settings.source) else { panic!() };
+        assert_eq!(proxy.servers[0].events.as_ref().map(|events| events.address.as_str()), Some("tcp://a:5557"));
+        assert!(proxy.servers[1].events.is_none());
+        let wrong = |flags: &[&str]| with(flags).map(|_| ()).expect_err("invalid");
+        assert!(wrong(&[]).contains("needs --model-path DIR"));
+        assert_eq!(
+            wrong(&["--model-path=d", "--no-router-kv-events"]),
+            "--kv-events-endpoints and --no-router-kv-events contradict each other; drop one"
+        );
+        assert_eq!(
+            wrong(&["--model-path=d", "--kv-events-endpoints=c:1=tcp://c:2"]),
+            "--kv-events-endpoints names http://c:1, which --workers does not"
+        );
     }
 }

@@ -5,7 +5,9 @@
 //! [`WorkerSpec`]; connecting to it is the business of `workers`.
 
 mod file;
-mod kubernetes;
+pub(crate) mod kubernetes;
+pub(crate) mod leased;
+pub mod static_servers;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,6 +16,9 @@ use std::time::SystemTime;
 use protocol::metadata::{ModelCard, REQUEST_CODEC, WorkerMetadata, entry_key};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
+
+use crate::proxy::ModelFilesError;
+use crate::proxy::config::ProxySettings;
 
 /// Every worker that is visible now, in order of identity.
 pub type View = Arc<[Arc<WorkerSpec>]>;
@@ -40,6 +45,8 @@ pub struct WorkerSpec {
     pub events: Option<String>,
     /// What it serves.
     pub card: ModelCard,
+    /// It has not said for a while that it lives, and has not said goodbye either: whoever is connected to it knows more.
+    pub lapsed: bool,
 }
 
 /// Where to look for workers.
@@ -57,14 +64,38 @@ pub enum Source {
         /// Only workers of this deployment (label `armature.dev/deployment`).
         deployment: Option<String>,
     },
+    /// OpenAI servers that are listed: `proxy` looks after them, since they announce nothing of themselves.
+    Static(Arc<ProxySettings>),
+}
+
+impl std::fmt::Display for Source {
+    /// As the line at the start has it.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::File { directory } => write!(f, "file:{}", directory.display()),
+            Self::Kubernetes { namespace, deployment } => {
+                write!(f, "kubernetes:{}", namespace.as_deref().unwrap_or("(own namespace)"))?;
+                deployment.as_ref().map_or(Ok(()), |deployment| write!(f, "/{deployment}"))
+            }
+            Self::Static(proxy) => write!(f, "static:{} servers", proxy.servers.len()),
+        }
+    }
 }
 
 /// Discovery that cannot start at all.
 #[derive(Debug, thiserror::Error)]
 pub enum DiscoveryError {
-    /// No configuration for the Kubernetes API, neither in a pod nor in a kubeconfig.
+    /// No configuration for the Kubernetes API: not in a pod, and this is what is wrong with the kubeconfig.
+    #[error(
+        "no Kubernetes cluster: this is no pod, and {0}; without a cluster use --discovery-backend file --discovery-dir DIR"
+    )]
+    NoCluster(String),
+    /// That configuration makes no client.
     #[error("discovery over Kubernetes: {0}")]
     Kubernetes(String),
+    /// The files of the listed servers' model.
+    #[error(transparent)]
+    Model(#[from] ModelFilesError),
 }
 
 /// Starts a backend. `None` until its first view; `dynamo_namespace` limits the view to workers that registered under it.
@@ -83,6 +114,8 @@ pub async fn start(
             let client = kubernetes::client().await?;
             tokio::spawn(shutdown.run_until_cancelled_owned(kubernetes::run(client, namespace, deployment, sink)));
         }
+        // Nobody announces them: there is nothing to look for.
+        Source::Static(_) => {}
     }
     Ok(view)
 }
@@ -93,6 +126,8 @@ struct Announced<'a> {
     metadata: &'a WorkerMetadata,
     /// When it was written down first.
     since: SystemTime,
+    /// See [`WorkerSpec::lapsed`].
+    lapsed: bool,
 }
 
 /// Where backends put their views.
@@ -109,8 +144,9 @@ type Duplicate = (String, String);
 impl Sink {
     /// Publishes the view made of these workers, unless it equals the last one.
     fn publish<'a>(&mut self, workers: impl IntoIterator<Item = Announced<'a>>) {
-        let specs = workers.into_iter().flat_map(|Announced { name, metadata, since }| {
-            self.read(name, metadata).into_iter().map(move |spec| (since, Arc::new(spec)))
+        let specs = workers.into_iter().flat_map(|Announced { name, metadata, since, lapsed }| {
+            let specs = self.read(name, metadata).into_iter();
+            specs.map(move |spec| (since, Arc::new(WorkerSpec { lapsed, ..spec })))
         });
         let (view, twice) = view(specs.collect());
         for (out, kept) in twice.iter().filter(|duplicate| !self.twice.contains(duplicate)) {
@@ -134,11 +170,12 @@ impl Sink {
     }
 }
 
-/// Sorts, and leaves the newest life for each instance id: the router keys work by it.
+/// Sorts, and leaves the newest life for each instance id, or of those that have not lapsed: the router keys work by it.
 fn view(mut specs: Vec<(SystemTime, Arc<WorkerSpec>)>) -> (View, Vec<Duplicate>) {
     let mut twice = Vec::new();
     specs.sort_by(|(since_a, a), (since_b, b)| {
-        let by_age = a.identity.instance_id.cmp(&b.identity.instance_id).then(since_a.cmp(since_b));
+        let by_life = a.identity.instance_id.cmp(&b.identity.instance_id).then(b.lapsed.cmp(&a.lapsed));
+        let by_age = by_life.then(since_a.cmp(since_b));
         by_age.then_with(|| a.identity.boot_epoch.cmp(&b.identity.boot_epoch))
     });
     specs.dedup_by(|later, kept| {
@@ -169,7 +206,7 @@ impl WorkerSpec {
         let events = ours.find_map(|channel| Some(channel.transport.get("zmq")?.as_str()?.to_owned()));
         let boot_epoch = card.armature.as_ref().map(|a| a.boot_epoch.clone()).unwrap_or_default();
         let identity = Identity { instance_id: id, boot_epoch };
-        Some(Self { identity, name: name.to_owned(), address, events, card })
+        Some(Self { identity, name: name.to_owned(), address, events, card, lapsed: false })
     }
 }
 
@@ -206,7 +243,7 @@ mod tests {
     }
 
     fn announced<'a>(name: &'a str, metadata: &'a WorkerMetadata, since_s: u64) -> Announced<'a> {
-        Announced { name, metadata, since: SystemTime::UNIX_EPOCH + Duration::from_secs(since_s) }
+        Announced { name, metadata, since: SystemTime::UNIX_EPOCH + Duration::from_secs(since_s), lapsed: false }
     }
 
     #[test]
@@ -240,8 +277,10 @@ mod tests {
         foreign.endpoints.values_mut().for_each(|e| e.request_plane_codec = Some("msgpack".into()));
         let (a, b) = (metadata(7, "e2"), metadata(7, "e1"));
         sink.publish([announced("a", &a, 1), announced("b", &b, 2), announced("c", &foreign, 3)]);
-        let view = view.borrow().clone().expect("published");
-        assert_eq!(view.iter().map(|w| w.name.as_str()).collect::<Vec<_>>(), ["b"], "the newer one");
+        let names = || view.borrow().iter().flat_map(|view| view.iter()).map(|w| w.name.clone()).collect::<Vec<_>>();
+        assert_eq!(names(), ["b"], "the newer one");
         assert_eq!(sink.twice, [("a".to_owned(), "b".to_owned())]);
+        sink.publish([announced("a", &a, 1), Announced { lapsed: true, ..announced("b", &b, 2) }]);
+        assert_eq!(names(), ["a"], "the other one has lapsed");
     }
 }

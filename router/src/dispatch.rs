@@ -1,25 +1,31 @@
 //! One request onto one worker: match, decide, book, send, and try another worker while nothing has been delivered.
 //!
-//! The decision is made inline, in the task of the request. A booking is released by its guard, however the request ends;
-//! every attempt books anew.
+//! The decision is made inline, in the task of the request; where no worker has room the request waits its turn (`queue`). A
+//! booking is released by its guard, however the request ends; every attempt books anew.
 
-mod booking;
+pub(crate) mod ask;
+pub(crate) mod booking;
+mod find;
+mod queue;
 mod reply;
 
 use std::sync::Arc;
 
-use kv_hashing::{BlockSize, HashSpace, sequence_hashes};
-use kv_index::{Overlaps, TierBlocks, WorkerId, WorkerRank};
+use kv_hashing::HashSpace;
+use kv_index::{Overlaps, TierBlocks, WorkerRank};
 use protocol::request_plane::{ClientFrame, ErrorCode, Failed, Generate, client_frame, server_frame};
-use routing::{Decision, Mode, Prompt, Refusal, Request, WorkerSet};
+use routing::{CostConfig, Decision, Explanation, Mode, Record, Refusal, WorkerSet};
 use tokio::time::{Instant, timeout_at};
 
-use crate::backend::{Backend, DispatchError, RouteOptions, Routed, ServedModel};
+use crate::backend::{Backend, DispatchError, RouteOptions, Routed, ServedModel, Warning};
 use crate::config::{Deadlines, Settings};
 use crate::metrics::{DecisionLabels, ReasonLabels};
+use crate::model::Model;
+use crate::proxy::Proxy;
 use crate::request_plane::Stream;
 use crate::workers::{Cluster, ClusterView, Life};
-use booking::{Booking, Placement};
+use ask::Ask;
+use booking::{Booking, Named, Placement};
 use reply::{Expected, Reply};
 
 /// Most workers tried for one request.
@@ -27,6 +33,7 @@ const ATTEMPTS: usize = 4;
 
 /// Stages, as errors name them.
 pub(crate) mod stage {
+    pub(crate) const QUEUED: &str = "waiting for a worker with room";
     pub(crate) const FIRST_TOKEN: &str = "waiting for the first token";
     pub(crate) const GENERATING: &str = "generating";
 }
@@ -37,7 +44,18 @@ pub struct Dispatcher {
     placement: Arc<Placement>,
     deadlines: Deadlines,
     match_prefixes: bool,
-    mode: &'static str,
+    mode: Mode,
+    /// What requests may change.
+    cost: CostConfig,
+    /// In place of workers that take tokens.
+    proxy: Option<Arc<Proxy>>,
+}
+
+/// Where an attempt goes.
+struct Placed {
+    view: Arc<ClusterView>,
+    decision: Decision,
+    booking: Booking,
 }
 
 /// Why an attempt failed.
@@ -50,15 +68,22 @@ enum Failure {
 
 impl Dispatcher {
     pub(crate) fn new(cluster: Arc<Cluster>, settings: &Settings) -> Self {
-        let placement = Arc::new(Placement::new(settings.mode, settings.cost, cluster.metrics.in_flight.clone()));
-        let mode = match settings.mode {
-            Mode::Kv => "kv",
-            Mode::RoundRobin => "round-robin",
-            Mode::Random => "random",
-        };
+        let placement = Placement::new(&settings.selection, cluster.own, cluster.metrics.in_flight.clone());
+        let (mode, cost) = (settings.selection.selector.mode, settings.selection.selector.cost);
         // The other modes do not look at what workers hold.
-        let match_prefixes = settings.kv_events && settings.mode == Mode::Kv;
-        Self { cluster, placement, deadlines: settings.deadlines, match_prefixes, mode }
+        let match_prefixes = mode == Mode::Kv;
+        let (placement, deadlines) = (Arc::new(placement), settings.deadlines);
+        Self { cluster, placement, deadlines, match_prefixes, mode, cost, proxy: None }
+    }
+
+    /// Puts OpenAI servers in place of workers that take tokens.
+    pub(crate) fn set_proxy(&mut self, proxy: Arc<Proxy>) {
+        self.proxy = Some(proxy);
+    }
+
+    /// What decides, and knows what runs where.
+    pub(crate) fn placement(&self) -> &Arc<Placement> {
+        &self.placement
     }
 
     /// Every rank of every worker whose model is loaded.
@@ -69,47 +94,82 @@ impl Dispatcher {
     /// How much of a prompt each worker holds, as the index has it.
     pub fn overlaps(&self, model: &str, tokens: &[u32], space: HashSpace) -> Option<Overlaps> {
         let size = self.cluster.view.load().models.get(model)?.block_size;
-        Some(self.cluster.index.read().find_matches_for_request(tokens, size, space))
+        Some(self.cluster.index.overlaps(&space.blocks(tokens, size)))
     }
 
     /// Blocks that the index has of one rank.
     pub fn indexed_blocks(&self, rank: WorkerRank) -> TierBlocks {
-        self.cluster.index.read().blocks(rank)
+        self.cluster.index.blocks(rank)
     }
 
-    fn prompt(&self, request: &Generate, size: BlockSize) -> (Prompt, Overlaps) {
-        let space = HashSpace::new(Some(&request.lora), Some(&request.cache_namespace));
-        let blocks = space.blocks(&request.token_ids, size);
-        let overlaps =
-            if self.match_prefixes { self.cluster.index.read().find_matches(&blocks) } else { Overlaps::default() };
-        let prompt =
-            Prompt { blocks: sequence_hashes(&blocks).into(), tokens: request.token_ids.len(), block_size: size };
-        (prompt, overlaps)
+    /// Where a request would go now, and why. Changes nothing.
+    pub fn explain(&self, request: &Generate, options: &RouteOptions) -> Result<Explanation, DispatchError> {
+        let view = self.cluster.view.load_full();
+        let model = view.models.get(&request.model);
+        let size = model.ok_or_else(|| DispatchError::NoWorker { model: request.model.clone() })?.block_size;
+        let ask = Ask::new(request, options, size, &self.cost)?;
+        Ok(self.placement.explain(&view.set, &ask.request(), &self.held(&ask)))
     }
 
-    /// Decides and books in one step, so that requests that come together see each other.
-    fn place(
-        &self,
-        view: &ClusterView,
-        request: &Generate,
-        prompt: &Prompt,
-        overlaps: &Overlaps,
-        pinned: Option<WorkerId>,
-        tried: &[WorkerId],
-    ) -> Result<(Decision, Booking), Refusal> {
-        let excluded = [&view.down[..], tried].concat();
-        let wanted = Request { model: &request.model, prompt, pinned, excluded: &excluded };
-        let (decision, booking) = self.placement.decide(&view.set, &wanted, overlaps)?;
+    /// The decisions about a request (of this id on the request plane) that are still known: one for each attempt.
+    pub fn decisions(&self, request: &str) -> Vec<Record> {
+        self.placement.decisions(request)
+    }
+
+    /// What each worker holds of a request's prompt.
+    fn held(&self, ask: &Ask) -> Overlaps {
+        if self.match_prefixes { self.cluster.index.overlaps(&ask.blocks) } else { Overlaps::default() }
+    }
+
+    /// Finds a worker, after a wait if none has room. `None`: there is none for this request, or those that there are would
+    /// misread its tokens, since the model's name went over to other files after it was tokenized.
+    async fn place(&self, ask: &Ask, tokenizer: &Arc<Model>) -> Result<Option<Placed>, DispatchError> {
+        let mut place: Option<queue::Place> = None;
+        loop {
+            let published = self.cluster.published.notified();
+            // A new view each time: a failure, or time, may have changed it.
+            let view = self.cluster.view.load_full();
+            if !view.models.get(&ask.model).is_some_and(|now| Arc::ptr_eq(&now.served.model, tokenizer)) {
+                return Ok(None);
+            }
+            let held = self.held(ask);
+            let named = Named {
+                request: &ask.id,
+                expected_output_tokens: ask.hints.expected_output_tokens.map(|tokens| tokens as usize),
+                ticket: place.as_ref().map(queue::Place::ticket),
+            };
+            match self.placement.decide(&view.set, &ask.request(), &held, named) {
+                Ok((decision, booking)) => {
+                    if let Some(place) = &mut place {
+                        place.served();
+                    }
+                    self.note(ask, &decision);
+                    if self.match_prefixes {
+                        self.cluster.index.matched(&ask.blocks, &held);
+                    }
+                    self.cluster.index.routed(decision.rank, &ask.blocks);
+                    return Ok(Some(Placed { view, decision, booking }));
+                }
+                Err(Refusal::Saturated) => {}
+                Err(refusal) => return refused(refusal, &ask.model).map_or(Ok(None), Err),
+            }
+            match &mut place {
+                Some(place) => place.turn(published).await?,
+                None => place = Some(self.placement.queue(&ask.model, ask.rank(&held), &self.cluster.metrics)?),
+            }
+        }
+    }
+
+    fn note(&self, ask: &Ask, decision: &Decision) {
         let metrics = &self.cluster.metrics;
-        metrics.decisions.get_or_create(&DecisionLabels { mode: self.mode }).inc();
+        metrics.decisions.get_or_create(&DecisionLabels { mode: self.mode.as_str() }).inc();
         if self.match_prefixes {
             metrics.overlap_blocks.observe(f64::from(decision.terms.overlap.total()));
         }
         tracing::debug!(
-            request = %request.request_id, worker = decision.rank.worker.0, overlap = decision.terms.overlap.total(),
+            request = %ask.id, worker = decision.rank.worker.0, overlap = decision.terms.overlap.total(),
             cost = decision.terms.cost, "routed"
         );
-        Ok((decision, booking))
     }
 
     /// Sends the request and waits for its first frame.
@@ -158,30 +218,19 @@ impl Dispatcher {
         let no_worker = || DispatchError::NoWorker { model: request.model.clone() };
         let view = self.cluster.view.load_full();
         let admitted = view.models.get(&request.model).ok_or_else(no_worker)?;
-        let tokenizer = options.model.unwrap_or_else(|| admitted.served.model.clone());
-        let (prompt, overlaps) = self.prompt(&request, admitted.block_size);
-        let pinned = options.pinned_worker.map(WorkerId);
-        let model = request.model.clone();
+        let tokenizer = options.model.clone().unwrap_or_else(|| admitted.served.model.clone());
+        let mut ask = Ask::new(&request, &options, admitted.block_size, &self.cost)?;
+        drop(view);
         let mut frame = ClientFrame { stream_id: 0, body: Some(client_frame::Body::Generate(request)) };
-        let (mut tried, mut last_error) = (Vec::new(), None);
-        while tried.len() < ATTEMPTS {
-            // A new view each time: a failure may have changed it.
-            let view = self.cluster.view.load_full();
-            let Some(client_frame::Body::Generate(request)) = &frame.body else { break };
-            // Since the prompt was tokenized the name may have gone over to other files, whose workers would misread the tokens.
-            if !view.models.get(&model).is_some_and(|now| Arc::ptr_eq(&now.served.model, &tokenizer)) {
-                break;
-            }
-            let (decision, booking) = match self.place(&view, request, &prompt, &overlaps, pinned, &tried) {
-                Ok(placed) => placed,
-                Err(Refusal::UnknownPin(worker)) => return Err(DispatchError::UnknownWorker(worker.0)),
-                Err(Refusal::NoWorker | Refusal::AllOut) => break,
-            };
+        let mut last_error = None;
+        for _ in 0..ATTEMPTS {
+            let Some(placed) = self.place(&ask, &tokenizer).await? else { break };
+            let Placed { view, decision, booking } = placed;
             let worker = decision.rank.worker;
-            tried.push(worker);
+            ask.failed_at(worker);
             let Some(life) = view.workers.get(&worker) else { continue };
             match self.attempt(life, &mut frame).await {
-                Ok(answer) => return Ok(self.routed(life.clone(), &decision, booking, answer, &prompt)),
+                Ok(answer) => return Ok(self.routed(life.clone(), &decision, booking, answer, &ask)),
                 Err(Failure::Final(error)) => return Err(error),
                 Err(Failure::Retry { reason, error }) => {
                     self.cluster.metrics.retries.get_or_create(&ReasonLabels { reason }).inc();
@@ -190,19 +239,21 @@ impl Dispatcher {
                 }
             }
         }
-        Err(last_error.unwrap_or(DispatchError::NoWorker { model }))
+        Err(last_error.unwrap_or(DispatchError::NoWorker { model: ask.model }))
     }
 
     fn routed(
         &self,
         life: Arc<Life>,
         decision: &Decision,
-        booking: Booking,
+        mut booking: Booking,
         (stream, first): (Stream, server_frame::Body),
-        prompt: &Prompt,
+        ask: &Ask,
     ) -> Routed {
+        // The prompt is computed, even if nobody reads the first token for a while.
+        booking.generated(0);
         let (spec, overlap_blocks) = (life.spec(), decision.terms.overlap.total());
-        let first_block = prompt.blocks.first().filter(|_| self.match_prefixes);
+        let first_block = ask.blocks.first().filter(|_| self.match_prefixes && self.cluster.kv_events);
         let expected = first_block.map(|&first_block| Expected {
             rank: decision.rank,
             blocks: overlap_blocks,
@@ -236,7 +287,37 @@ impl Backend for Dispatcher {
     }
 
     fn synced(&self) -> bool {
-        self.cluster.synced()
+        self.cluster.synced() && self.placement.counts_others()
+    }
+
+    fn proxy(&self) -> Option<&Arc<Proxy>> {
+        self.proxy.as_ref()
+    }
+
+    fn warnings(&self) -> Vec<Warning> {
+        if !self.cluster.kv_events {
+            return Vec::new();
+        }
+        let view = self.cluster.view.load();
+        let troubles = view.set.iter().filter_map(|worker| {
+            let trouble = view.workers.get(&worker.rank.worker)?.trouble()?;
+            Some(Warning { worker: Some(worker.name.to_string()), reason: trouble.as_str() })
+        });
+        let blind = self.cluster.index.finds_nothing();
+        let blind = blind.then_some(Warning { worker: None, reason: "no prompt's blocks are ever known" });
+        troubles.chain(blind).collect()
+    }
+
+    fn workers(&self) -> WorkerSet {
+        Dispatcher::workers(self)
+    }
+
+    fn explain(&self, request: &Generate, options: &RouteOptions) -> Result<Explanation, DispatchError> {
+        Dispatcher::explain(self, request, options)
+    }
+
+    fn decisions(&self, request: &str) -> Vec<Record> {
+        Dispatcher::decisions(self, request)
     }
 
     fn generate(
@@ -248,12 +329,23 @@ impl Backend for Dispatcher {
     }
 }
 
+/// What it means to a client that nobody was chosen; `None`: nobody is there.
+pub(crate) fn refused(refusal: Refusal, model: &str) -> Option<DispatchError> {
+    match refusal {
+        Refusal::UnknownTarget(target) => Some(DispatchError::UnknownWorker(target.worker.0)),
+        Refusal::NeedsTarget => Some(DispatchError::Invalid(refusal.to_string())),
+        Refusal::Busy => Some(DispatchError::Busy { model: model.to_owned() }),
+        Refusal::NoWorker | Refusal::Unmatched | Refusal::AllOut | Refusal::Saturated => None,
+    }
+}
+
 /// What a worker's refusal or failure means to a client.
 fn failure(worker: &str, stage: &'static str, failed: Failed, deadlines: &Deadlines) -> DispatchError {
     let code = failed.code();
     match code {
         ErrorCode::InvalidRequest => DispatchError::Invalid(failed.message),
         ErrorCode::Overloaded => DispatchError::Overloaded(failed.message),
+        ErrorCode::Draining => DispatchError::ShuttingDown(failed.message),
         ErrorCode::Deadline => DispatchError::Deadline { stage, seconds: deadlines.first_token.as_secs() },
         _ => DispatchError::Worker { worker: worker.to_owned(), stage, message: failed.message },
     }

@@ -6,8 +6,12 @@
 mod admission;
 mod body;
 mod connection;
+mod explain;
+mod forward;
 mod generate;
+mod listener;
 pub mod metrics;
+mod pace;
 mod pages;
 mod routes;
 mod socket;
@@ -16,13 +20,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use prometheus_client::registry::Registry;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::backend::Backend;
 use admission::Admission;
+use listener::Listener;
 use metrics::FrontendMetrics;
 use routes::Frontend;
 
@@ -32,6 +37,11 @@ pub struct FrontendConfig {
     /// Largest request body, in bytes
     #[arg(long, env = "ARMATURE_BODY_LIMIT_BYTES", default_value_t = FrontendConfig::default().body_limit_bytes)]
     pub body_limit_bytes: usize,
+
+    /// Most values and names in a request's JSON, each token id of a prompt among them
+    #[arg(long, env = "ARMATURE_MAX_JSON_VALUES", default_value_t = FrontendConfig::default().max_json_values,
+        value_parser = at_least_one)]
+    pub max_json_values: usize,
 
     /// Most answers of one request: prompts times `n`
     #[arg(long, env = "ARMATURE_MAX_CHOICES", default_value_t = FrontendConfig::default().max_choices,
@@ -59,7 +69,8 @@ pub struct FrontendConfig {
         value_parser = clap::value_parser!(u64).range(1..))]
     pub write_timeout_s: u64,
 
-    /// Most bytes of request bodies being read and tokenized; further requests are refused with 429
+    /// Most bytes of request bodies being read and tokenized, with what is made of them; further requests are refused
+    /// with 429
     #[arg(long, env = "ARMATURE_PREPROCESS_BYTES", default_value_t = FrontendConfig::default().preprocess_bytes,
         value_parser = at_least_one)]
     pub preprocess_bytes: usize,
@@ -69,7 +80,7 @@ pub struct FrontendConfig {
         value_parser = at_least_one)]
     pub preprocess_jobs: usize,
 
-    /// Most open connections; further ones wait in the listener's queue
+    /// Most open connections; further ones wait in the listener's queue. The limit on open files may allow fewer
     #[arg(long, env = "ARMATURE_MAX_CONNECTIONS", default_value_t = FrontendConfig::default().max_connections,
         value_parser = at_least_one)]
     pub max_connections: usize,
@@ -83,6 +94,7 @@ impl Default for FrontendConfig {
     fn default() -> FrontendConfig {
         FrontendConfig {
             body_limit_bytes: 32 << 20,
+            max_json_values: 262_144,
             max_choices: 128,
             keep_alive_ms: 10_000,
             header_timeout_s: 60,
@@ -107,9 +119,6 @@ fn at_least_one(text: &str) -> Result<usize, String> {
 /// Time for streams to deliver their error event after the drain has run out.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// Pause after a failed accept, which is mostly a lack of file descriptors.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-
 /// Serves until `shutdown`, then stops accepting, lets open requests finish for `drain_timeout_s`, and returns.
 pub async fn serve<B: Backend>(
     listener: TcpListener,
@@ -122,7 +131,8 @@ pub async fn serve<B: Backend>(
     let drain = Duration::from_secs(config.drain_timeout_s);
     let abort = CancellationToken::new();
     let kill = CancellationToken::new();
-    let permits = Arc::new(Semaphore::new(config.max_connections.min(Semaphore::MAX_PERMITS)));
+    let permits = Arc::new(Semaphore::new(listener::connections(config.max_connections)));
+    let mut listener = Listener::new(listener);
     let builder = connection::builder(&config);
     let admission = Admission::new(&config, &metrics);
     let (draining, abort_requests) = (shutdown.clone(), abort.clone());
@@ -132,7 +142,7 @@ pub async fn serve<B: Backend>(
     let accepting = async {
         loop {
             let permit = permits.clone().acquire_owned().await.expect("the semaphore is never closed");
-            let stream = accept(&listener).await;
+            let stream = listener.accept().await;
             let (frontend, builder) = (frontend.clone(), builder.clone());
             let (shutdown, kill) = (shutdown.clone(), kill.clone());
             connections.spawn(async move {
@@ -154,23 +164,6 @@ pub async fn serve<B: Backend>(
         if tokio::time::timeout(LAST_WORDS, connections.wait()).await.is_err() {
             kill.cancel();
             connections.wait().await;
-        }
-    }
-}
-
-async fn accept(listener: &TcpListener) -> TcpStream {
-    loop {
-        match listener.accept().await {
-            Ok((stream, _)) => {
-                if let Err(error) = stream.set_nodelay(true) {
-                    tracing::debug!(%error, "TCP_NODELAY cannot be set");
-                }
-                return stream;
-            }
-            Err(error) => {
-                tracing::warn!(%error, "accepting a connection failed");
-                tokio::time::sleep(ACCEPT_PAUSE).await;
-            }
         }
     }
 }

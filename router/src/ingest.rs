@@ -2,13 +2,14 @@
 //!
 //! After the subscription stands, the worker's whole state is fetched over the request plane; from then on its numbered
 //! events are applied as they come. `cursor` decides what each event means, `subscription` reads the event plane, `query`
-//! asks for what was missed. Recovery runs beside the live events, which wait for it in a bounded queue.
+//! asks for what was missed, `compare` looks whether the result is true. Recovery runs beside the live events, which wait for it in a bounded queue.
 
 mod batches;
+mod compare;
 mod cursor;
 mod query;
 mod subscription;
-mod wire;
+pub(crate) mod wire;
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -17,16 +18,18 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
-use kv_index::{KvEvent, KvEventData, PrefixIndex, WorkerId, WorkerRank};
-use parking_lot::RwLock;
+use kv_index::{KvEvent, KvEventData, WorkerId, WorkerRank};
 use protocol::event_plane::ActiveLoad;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 
+use crate::index::{Indexer, Outcome};
 use crate::metrics::{CoreMetrics, ReasonLabels};
 use crate::request_plane::Client;
-use batches::Batches;
+use crate::workers::Silence;
+pub(crate) use batches::Batches;
+use compare::{Check, Repairs, Sample};
 use cursor::{Cursor, Verdict, Wish};
 use query::{Answer, QueryError};
 use subscription::{Message, Subscription};
@@ -53,6 +56,10 @@ pub(crate) struct Feed {
     pub(crate) ranks: u32,
     /// Blocks of device memory behind each rank, if it says.
     pub(crate) total_blocks: Option<u64>,
+    /// Whether it answers samples of its blocks.
+    pub(crate) samples: bool,
+    /// Is told when events come.
+    pub(crate) silence: Arc<Silence>,
     /// Set while nothing is known to be missing.
     pub(crate) live: Arc<AtomicBool>,
     /// Address of its publisher.
@@ -60,7 +67,7 @@ pub(crate) struct Feed {
     /// Its connection.
     pub(crate) client: Arc<Client>,
     /// The index of all workers.
-    pub(crate) index: Arc<RwLock<PrefixIndex>>,
+    pub(crate) index: Arc<Indexer>,
     /// Where things are counted.
     pub(crate) metrics: Arc<CoreMetrics>,
     /// Ends the feed. Whoever cancels it removes the worker from the index afterwards.
@@ -72,9 +79,13 @@ pub(crate) fn start(feed: Feed) {
     let stop = feed.stop.clone();
     tokio::spawn(async move {
         let ranks = (0..feed.ranks).map(|_| Rank::default()).collect();
-        let mut ingest = Ingest { feed, ranks, recoveries: FuturesUnordered::new() };
-        ingest.limit();
-        stop.run_until_cancelled(ingest.run()).await;
+        let (recoveries, samples) = (FuturesUnordered::new(), FuturesUnordered::new());
+        let mut ingest = Ingest { feed, ranks, recoveries, check: None, samples, turn: 0 };
+        let follow = async {
+            ingest.limit().await;
+            ingest.run().await;
+        };
+        stop.run_until_cancelled(follow).await;
         ingest.feed.live.store(false, Ordering::Relaxed);
         let held: usize = ingest.ranks.iter().map(|rank| rank.cursor.held()).sum();
         ingest.feed.metrics.events_held.dec_by(held as i64);
@@ -86,6 +97,9 @@ struct Rank {
     cursor: Cursor,
     failures: u32,
     orphan_dump: Option<Instant>,
+    repairs: Repairs,
+    /// Blocks were refused since the last dump: the index has fewer than the worker.
+    refused: bool,
 }
 
 type Recovery = Pin<Box<dyn Future<Output = (u32, Result<Answer, QueryError>)> + Send>>;
@@ -95,37 +109,49 @@ struct Ingest {
     /// By number.
     ranks: Vec<Rank>,
     recoveries: FuturesUnordered<Recovery>,
+    /// The comparison under way, and its question to the worker: at most one.
+    check: Option<Check>,
+    samples: FuturesUnordered<Sample>,
+    /// The rank that is compared next, modulo their number.
+    turn: u32,
 }
 
 impl Ingest {
     /// Bounds what a broken or hostile engine can make the index hold.
-    fn limit(&self) {
+    async fn limit(&mut self) {
         let Feed { worker, total_blocks, .. } = self.feed;
         let Some(total) = total_blocks else { return };
         let limit = usize::try_from(total.saturating_mul(TIER_SLACK)).unwrap_or(usize::MAX);
-        let limit = limit.clamp(LEAST_LIMIT, kv_index::prefix::MAX_RANK_BLOCKS);
-        let mut index = self.feed.index.write();
-        if !self.feed.stop.is_cancelled() {
-            (0..self.feed.ranks).for_each(|dp_rank| index.set_limit(WorkerRank { worker, dp_rank }, limit));
+        let limit = limit.clamp(LEAST_LIMIT, kv_index::MAX_RANK_BLOCKS);
+        let expected = usize::try_from(total).unwrap_or(usize::MAX).min(limit);
+        for dp_rank in 0..self.feed.ranks {
+            self.feed.index.expect(WorkerRank { worker, dp_rank }, Some(expected), limit, &self.feed.stop).await;
         }
     }
 
     async fn run(&mut self) {
         let (mut subscription, mut messages) =
             Subscription::start(self.feed.events.clone(), self.feed.worker.0, self.feed.metrics.clone());
+        let every = self.feed.index.check_every();
+        // Not all workers at once.
+        let mut checks = interval_at(Instant::now() + every.mul_f64(rand::random_range(0.5..1.0)), every);
+        checks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
+            self.compare().await;
             let live = self.ranks.iter().all(|rank| rank.cursor.is_live());
             self.feed.live.store(live, Ordering::Relaxed);
             let due = self.ranks.iter().filter_map(|rank| rank.cursor.due()).min();
             tokio::select! {
                 message = messages.recv() => match message {
-                    Some(message) => self.take(message),
+                    Some(message) => self.take(message).await,
                     // The reader ended, which only a panic in it can cause: start another one.
                     None => (subscription, messages) = self.resubscribe(subscription),
                 },
                 Some((rank, result)) = self.recoveries.next(), if !self.recoveries.is_empty() => {
                     self.recovered(rank, result).await;
                 }
+                Some(result) = self.samples.next(), if !self.samples.is_empty() => self.sampled(result),
+                _ = checks.tick(), if self.feed.samples => self.begin_check().await,
                 () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
                     let now = Instant::now();
                     for rank in 0..self.feed.ranks {
@@ -143,7 +169,7 @@ impl Ingest {
         Subscription::start(self.feed.events.clone(), self.feed.worker.0, self.feed.metrics.clone())
     }
 
-    fn take(&mut self, message: Message) {
+    async fn take(&mut self, message: Message) {
         match message {
             Message::Connected => {
                 for rank in 0..self.feed.ranks {
@@ -159,19 +185,19 @@ impl Ingest {
                         touched.push(event.dp_rank);
                     }
                 }
-                self.events(events);
+                self.events(events).await;
                 for rank in touched {
                     self.settle(rank);
                 }
             }
-            Message::Load(load) => self.load(&load),
+            Message::Load(load) => self.load(&load).await,
         }
     }
 
-    fn load(&mut self, load: &ActiveLoad) {
+    async fn load(&mut self, load: &ActiveLoad) {
         if load.dp_rank < self.feed.ranks {
             if self.ranks[load.dp_rank as usize].cursor.reported(load.last_event_id, Instant::now()) {
-                self.restarted(load.dp_rank);
+                self.restarted(load.dp_rank).await;
             }
             self.settle(load.dp_rank);
         }
@@ -180,19 +206,19 @@ impl Ingest {
         }
     }
 
-    /// Live events. What may be applied is collected, so that a run of small events takes the lock once.
-    fn events(&mut self, events: impl IntoIterator<Item = KvEvent>) {
+    /// Live events. What may be applied is collected, so that a run of small events takes one turn at the index.
+    async fn events(&mut self, events: impl IntoIterator<Item = KvEvent>) {
         let mut run: Vec<KvEvent> = Vec::new();
         for event in events {
             let dp_rank = event.dp_rank;
             if run.last().is_some_and(|last| last.dp_rank != dp_rank) {
-                self.apply_run(&mut run);
+                self.apply_run(&mut run).await;
             }
             match self.verdict(event) {
                 Some(Verdict::Apply(event)) => run.push(event),
                 Some(Verdict::Restarted) => {
-                    self.apply_run(&mut run);
-                    self.restarted(dp_rank);
+                    self.apply_run(&mut run).await;
+                    self.restarted(dp_rank).await;
                 }
                 Some(Verdict::Duplicate) => {
                     self.feed.metrics.events_duplicate.inc();
@@ -200,7 +226,7 @@ impl Ingest {
                 Some(Verdict::Held | Verdict::Gap) | None => {}
             }
         }
-        self.apply_run(&mut run);
+        self.apply_run(&mut run).await;
     }
 
     /// What a live event means; `None` for one of a rank that the worker does not claim.
@@ -217,42 +243,37 @@ impl Ingest {
     }
 
     /// Applies events of one rank.
-    fn apply_run(&mut self, run: &mut Vec<KvEvent>) {
+    async fn apply_run(&mut self, run: &mut Vec<KvEvent>) {
         let Some(dp_rank) = run.first().map(|event| event.dp_rank) else { return };
         for batch in Batches::of(std::mem::take(run)) {
-            self.apply(dp_rank, &batch);
+            self.apply(dp_rank, batch).await;
         }
     }
 
     /// The engine's numbering began again: nothing that it held before is there any more.
-    fn restarted(&mut self, dp_rank: u32) {
+    async fn restarted(&mut self, dp_rank: u32) {
         tracing::info!(worker = %self.feed.name, dp_rank, "event ids went backwards: the engine restarted");
-        self.clear(dp_rank);
+        self.clear(dp_rank).await;
     }
 
-    /// Applies events to the index, unless the feed has been stopped: that is checked under the lock, so that nothing is added
-    /// after the worker was removed.
-    fn apply(&mut self, dp_rank: u32, events: &[KvEvent]) {
+    /// Applies events to the index, unless the feed has been stopped by then: nothing is added after the worker was removed.
+    async fn apply(&mut self, dp_rank: u32, events: Vec<KvEvent>) {
         let rank = WorkerRank { worker: self.feed.worker, dp_rank };
-        let (mut orphans, mut refused) = (0, 0);
-        {
-            let mut index = self.feed.index.write();
-            if self.feed.stop.is_cancelled() {
-                return;
-            }
-            for event in events {
-                let applied = index.apply(rank, event.tier, &event.data);
-                orphans += applied.orphans;
-                refused += u64::from(applied.refused > 0);
-            }
-            self.feed.metrics.index_blocks.set(index.len() as i64);
+        let count = events.len() as u64;
+        if let Some(check) = &mut self.check {
+            check.touch(dp_rank, &events);
         }
+        if events.iter().any(|event| event.data != KvEventData::Cleared) {
+            self.feed.silence.heard();
+        }
+        let Outcome { orphans, refused } = self.feed.index.apply(rank, events, &self.feed.stop).await;
         let metrics = &self.feed.metrics;
-        metrics.events_applied.inc_by(events.len() as u64);
+        metrics.events_applied.inc_by(count);
         if refused > 0 {
             metrics.events_refused.get_or_create(&ReasonLabels { reason: "rank is full" }).inc_by(refused);
         }
         let state = &mut self.ranks[dp_rank as usize];
+        state.refused |= refused > 0;
         let recent = state.orphan_dump.is_some_and(|last| last.elapsed() < ORPHAN_DUMPS);
         if orphans > 0 && !recent {
             tracing::info!(worker = %self.feed.name, dp_rank, orphans, "events continue blocks that are not known");
@@ -261,9 +282,9 @@ impl Ingest {
         }
     }
 
-    fn clear(&mut self, dp_rank: u32) {
+    async fn clear(&mut self, dp_rank: u32) {
         let cleared = KvEvent { id: 0, dp_rank, tier: kv_index::Tier::Device, data: KvEventData::Cleared };
-        self.apply(dp_rank, &[cleared]);
+        self.apply(dp_rank, vec![cleared]).await;
     }
 
     /// Starts the recovery that a rank's cursor asks for, if it does.
@@ -283,10 +304,10 @@ impl Ingest {
             0 => Duration::ZERO,
             n => (BACKOFF.0 * 2_u32.saturating_pow(n - 1)).min(BACKOFF.1),
         };
-        let client = self.feed.client.clone();
+        let (client, metrics) = (self.feed.client.clone(), self.feed.metrics.clone());
         self.recoveries.push(Box::pin(async move {
             sleep(pause).await;
-            (dp_rank, query::ask(&client, dp_rank, start, end).await)
+            (dp_rank, query::ask(&client, dp_rank, start, end, &metrics).await)
         }));
     }
 
@@ -314,22 +335,21 @@ impl Ingest {
         let Answer { dump, events, last_event_id } = answer;
         let now = Instant::now();
         if dump {
-            self.clear(dp_rank);
+            self.clear(dp_rank).await;
+            self.ranks[dp_rank as usize].refused = false;
             for batch in Batches::of(events) {
-                self.apply(dp_rank, &batch);
-                tokio::task::yield_now().await;
+                self.apply(dp_rank, batch).await;
             }
             self.ranks[dp_rank as usize].cursor.dumped(last_event_id, now);
         } else {
             let fresh = self.ranks[dp_rank as usize].cursor.ranged(events, last_event_id, now);
             for batch in Batches::of(fresh) {
-                self.apply(dp_rank, &batch);
-                tokio::task::yield_now().await;
+                self.apply(dp_rank, batch).await;
             }
         }
         let cursor = &mut self.ranks[dp_rank as usize].cursor;
         self.feed.metrics.events_held.dec_by(cursor.held() as i64);
         let held = cursor.release();
-        self.events(held);
+        self.events(held).await;
     }
 }

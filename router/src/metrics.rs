@@ -2,6 +2,8 @@
 //!
 //! Every series here has a fixed or small set of labels; nothing is labelled by worker, so nothing has to be dropped with one.
 
+use std::time::Instant;
+
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -25,6 +27,8 @@ pub struct ReasonLabels {
 
 /// Metrics of routing and of the cluster view.
 pub struct CoreMetrics {
+    /// When they began.
+    pub started: Instant,
     /// Workers chosen, by mode.
     pub decisions: Family<DecisionLabels, Counter>,
     /// Attempts that went on to another worker, by reason.
@@ -47,14 +51,38 @@ pub struct CoreMetrics {
     pub events_held: Gauge,
     /// Distinct prefixes in the index.
     pub index_blocks: Gauge,
+    /// Memory of the index, in bytes.
+    pub index_bytes: Gauge,
+    /// Blocks that the index forgot for want of memory.
+    pub index_evicted_blocks: Gauge,
+    /// Jobs that wait for an event thread, as the last one to be sent saw it.
+    pub index_queue: Gauge,
+    /// Blocks compared between the index and the workers, by who was found to hold them.
+    pub index_checked: Family<ReasonLabels, Counter>,
+    /// Of those, blocks that the other one does not hold.
+    pub index_wrong: Family<ReasonLabels, Counter>,
+    /// Comparisons, by how they ended.
+    pub index_checks: Family<ReasonLabels, Counter>,
+    /// Dumps that were asked for because a comparison showed a mistake.
+    pub index_repairs: Counter,
+    /// 1 while prompts repeat and the index never knows any of their blocks.
+    pub index_no_hits: Gauge,
     /// Workers in the view.
     pub workers_known: Gauge,
     /// Workers that a request could go to.
     pub workers_routable: Gauge,
     /// Workers whose events are unusable: another block size, or hashes that match nothing they reuse.
     pub workers_event_mismatch: Gauge,
+    /// The same, by what is wrong with their events.
+    pub workers_event_trouble: Family<ReasonLabels, Gauge>,
     /// Requests on workers now.
     pub in_flight: Gauge,
+    /// Requests that wait for a worker with room now.
+    pub queue_waiting: Gauge,
+    /// How long requests waited that were placed, in seconds.
+    pub queue_wait: Histogram,
+    /// Requests that waited no more, or were not let in, by reason.
+    pub queue_left: Family<ReasonLabels, Counter>,
 }
 
 impl CoreMetrics {
@@ -64,6 +92,7 @@ impl CoreMetrics {
         // 1 to 32768 blocks, and one bucket for none.
         let overlap_blocks = Histogram::new(std::iter::once(0.0).chain(exponential_buckets(1.0, 2.0, 16)));
         let core = Self {
+            started: Instant::now(),
             decisions: Family::default(),
             retries: Family::default(),
             overlap_blocks,
@@ -75,10 +104,23 @@ impl CoreMetrics {
             recovery_failures: Counter::default(),
             events_held: Gauge::default(),
             index_blocks: Gauge::default(),
+            index_bytes: Gauge::default(),
+            index_evicted_blocks: Gauge::default(),
+            index_queue: Gauge::default(),
+            index_checked: Family::default(),
+            index_wrong: Family::default(),
+            index_checks: Family::default(),
+            index_repairs: Counter::default(),
+            index_no_hits: Gauge::default(),
             workers_known: Gauge::default(),
             workers_routable: Gauge::default(),
             workers_event_mismatch: Gauge::default(),
+            workers_event_trouble: Family::default(),
             in_flight: Gauge::default(),
+            queue_waiting: Gauge::default(),
+            // 1 ms to 131 s.
+            queue_wait: Histogram::new(exponential_buckets(0.001, 2.0, 18)),
+            queue_left: Family::default(),
         };
         registry.register("decisions", "Workers chosen, by mode", core.decisions.clone());
         registry.register("retries", "Attempts that went on to another worker", core.retries.clone());
@@ -103,6 +145,14 @@ impl CoreMetrics {
         );
         registry.register("kv_events_held", "Live KV events held back by recoveries", core.events_held.clone());
         registry.register("index_blocks", "Distinct prefixes in the KV index", core.index_blocks.clone());
+        registry.register("index_bytes", "Memory of the KV index, in bytes", core.index_bytes.clone());
+        registry.register(
+            "index_evicted_blocks",
+            "Blocks that the KV index forgot for want of memory",
+            core.index_evicted_blocks.clone(),
+        );
+        registry.register("index_queue", "Jobs that wait for an event thread", core.index_queue.clone());
+        core.register_truth(registry);
         registry.register("workers_known", "Workers in the discovery view", core.workers_known.clone());
         registry.register("workers_routable", "Workers that a request could go to", core.workers_routable.clone());
         registry.register(
@@ -111,7 +161,48 @@ impl CoreMetrics {
             core.workers_event_mismatch.clone(),
         );
         registry.register("requests_in_flight", "Requests on workers", core.in_flight.clone());
+        registry.register("queue_requests", "Requests that wait for a worker with room", core.queue_waiting.clone());
+        registry.register(
+            "queue_wait_seconds",
+            "How long requests waited that found a worker",
+            core.queue_wait.clone(),
+        );
+        registry.register(
+            "queue_left",
+            "Requests that wait no more: placed, deadline, gone; or full, not let in",
+            core.queue_left.clone(),
+        );
         core
+    }
+
+    /// What says whether the index is right.
+    fn register_truth(&self, registry: &mut Registry) {
+        registry.register(
+            "index_checked_blocks",
+            "Blocks compared, by who was found to hold them: the index or the worker",
+            self.index_checked.clone(),
+        );
+        registry.register(
+            "index_wrong_blocks",
+            "Blocks that the index (the worker) holds and the worker (the index) does not",
+            self.index_wrong.clone(),
+        );
+        registry.register(
+            "index_checks",
+            "Comparisons of a worker with the index, by their end",
+            self.index_checks.clone(),
+        );
+        registry.register("index_repairs", "Dumps asked for after a comparison failed", self.index_repairs.clone());
+        registry.register(
+            "index_no_hits",
+            "1 while prompts begin like earlier ones and no block of them is ever known",
+            self.index_no_hits.clone(),
+        );
+        registry.register(
+            "workers_event_trouble",
+            "Workers whose KV events are unusable, by reason",
+            self.workers_event_trouble.clone(),
+        );
     }
 }
 

@@ -6,6 +6,7 @@
 pub mod bpe;
 pub mod chat_template;
 pub mod detokenizer;
+mod pieces;
 pub mod segments;
 pub mod tokenizer;
 pub mod tokenizer_json;
@@ -16,7 +17,9 @@ use std::sync::Arc;
 
 use protocol::metadata::ModelCard;
 
+use crate::memory;
 use chat_template::{ChatTemplate, TemplateError, TemplateInput};
+use pieces::Pieces;
 use segments::{Piece, SegmentCache, SpecialScanner};
 use tokenizer::{Tokenizer, TokenizerError};
 use tokenizer_json::TokenizerJson;
@@ -85,7 +88,8 @@ impl Model {
         let tokenizer = tokenizer::choose(&files.tokenizer_json, &file, &vocabulary)?;
         drop(file);
         drop(files.tokenizer_json);
-        give_back_freed_memory();
+        // Loading needs several times the memory that stays in use.
+        memory::give_back();
         let roles = files.special_tokens.as_deref().map_or(Ok(Vec::new()), special_token_roles)?;
         let chat_template = files
             .chat_template
@@ -95,6 +99,24 @@ impl Model {
         let bos = card.armature.as_ref().and_then(|card| card.bos_token_id);
         let cache = SegmentCache::new(SEGMENT_CACHE_BYTES);
         Ok(Model { tokenizer, vocabulary, scanner, cache, chat_template, bos, first_prefix })
+    }
+
+    /// A stand-in for a model whose files nobody has: it takes pieces of text for tokens, so that prompts can be compared and
+    /// weighed, but no worker would understand them.
+    pub fn untokenized() -> Model {
+        let file = TokenizerJson::parse(pieces::TOKENIZER_JSON).expect("it is valid");
+        let vocabulary = Arc::new(Vocabulary::new(&file).expect("it is valid"));
+        let chat_template = ChatTemplate::new(pieces::CHAT_TEMPLATE, Vec::new(), &[], jiff::Zoned::now);
+        Model {
+            tokenizer: Box::new(Pieces),
+            scanner: SpecialScanner::new(&vocabulary),
+            vocabulary,
+            // Nothing is cheaper than the pieces themselves.
+            cache: SegmentCache::new(0),
+            chat_template: Some(chat_template.expect("it is valid")),
+            bos: None,
+            first_prefix: false,
+        }
     }
 
     /// Bytes of each token.
@@ -150,18 +172,6 @@ impl Model {
             }
         }
         Ok(())
-    }
-}
-
-/// Loading needs several times the memory that stays in use. glibc keeps what is freed; a router has no use for it.
-fn give_back_freed_memory() {
-    #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    {
-        unsafe extern "C" {
-            fn malloc_trim(pad: usize) -> std::ffi::c_int;
-        }
-        // SAFETY: the signature is glibc's; the function may be called at any time, from any thread.
-        unsafe { malloc_trim(0) };
     }
 }
 

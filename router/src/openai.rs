@@ -3,6 +3,7 @@
 pub mod error;
 pub mod parse;
 pub mod request;
+pub mod routing;
 pub mod validate;
 
 /// The endpoints that generate.
@@ -20,6 +21,14 @@ impl Endpoint {
         match self {
             Endpoint::Chat => "chat_completions",
             Endpoint::Completions => "completions",
+        }
+    }
+
+    /// Where it is.
+    pub fn path(self) -> &'static str {
+        match self {
+            Endpoint::Chat => "/v1/chat/completions",
+            Endpoint::Completions => "/v1/completions",
         }
     }
 

@@ -71,7 +71,7 @@ const NORMALIZER_SHRINK: usize = 3;
 
 /// Refuses text that cannot fit into the context even if it were all made of the longest token; its exact length
 /// would take seconds to find out.
-fn check_size(served: &ServedModel, request: &Request, endpoint: Endpoint) -> Result<(), ApiError> {
+pub(crate) fn check_size(served: &ServedModel, request: &Request, endpoint: Endpoint) -> Result<(), ApiError> {
     let context = served.card.context_length as usize;
     let most = context.saturating_mul(served.model.vocabulary().longest().max(1)).saturating_mul(NORMALIZER_SHRINK);
     let bytes = match endpoint {
@@ -81,11 +81,41 @@ fn check_size(served: &ServedModel, request: &Request, endpoint: Endpoint) -> Re
             _ => 0,
         },
     };
-    if context == 0 || bytes <= most {
+    // Pieces of text that stand in for tokens are no measure.
+    if context == 0 || served.model.vocabulary().size() == 0 {
         return Ok(());
     }
-    let message = format!("a prompt of {bytes} bytes does not fit into the context of {context} tokens");
-    Err(ApiError::context_length(endpoint.prompt_field(), message))
+    if bytes > most {
+        let message = format!("a prompt of {bytes} bytes does not fit into the context of {context} tokens");
+        return Err(ApiError::context_length(endpoint.prompt_field(), message));
+    }
+    if endpoint != Endpoint::Chat {
+        return Ok(());
+    }
+    // A template may show less of them, but nobody sends it this much for that.
+    let named = |(name, value): (&String, &Value)| name.len() + text_bytes(value);
+    let shown = [
+        ("tools", request.tools.iter().flatten().map(text_bytes).sum()),
+        ("chat_template_kwargs", request.chat_template_kwargs.iter().flatten().map(named).sum()),
+        ("documents", request.documents.as_ref().map_or(0, text_bytes)),
+    ];
+    match shown.into_iter().find(|(_, bytes)| *bytes > most) {
+        None => Ok(()),
+        Some((param, bytes)) => {
+            let message = format!("{param} with {bytes} bytes of text do not fit into the context of {context} tokens");
+            Err(ApiError::context_length(param, message))
+        }
+    }
+}
+
+/// Bytes of all strings in a value.
+fn text_bytes(value: &Value) -> usize {
+    match value {
+        Value::String(text) => text.len(),
+        Value::Array(items) => items.iter().map(text_bytes).sum(),
+        Value::Object(fields) => fields.iter().map(|(name, value)| name.len() + text_bytes(value)).sum(),
+        _ => 0,
+    }
 }
 
 /// Bytes of a message that templates keep; of an assistant's some leave its reasoning out.
@@ -130,7 +160,12 @@ impl Prepared {
 }
 
 /// How many tokens the answer may have: what the client said, or what the context has left.
-fn max_tokens(prompt: usize, params: &Params, card: &ModelCard, endpoint: Endpoint) -> Result<u32, ApiError> {
+pub(crate) fn max_tokens(
+    prompt: usize,
+    params: &Params,
+    card: &ModelCard,
+    endpoint: Endpoint,
+) -> Result<u32, ApiError> {
     let context = card.context_length as usize;
     if context == 0 {
         return Ok(params.max_tokens.unwrap_or(u32::MAX)); // the worker does not say; it will apply its own limit
@@ -153,6 +188,20 @@ fn max_tokens(prompt: usize, params: &Params, card: &ModelCard, endpoint: Endpoi
 
 fn chat_tokens(model: &Model, request: &Request) -> Result<Vec<u32>, ApiError> {
     let messages = check_messages(request.messages.as_deref())?;
+    render_chat(model, request, messages)?.map_err(|error| match error {
+        PromptError::NoTemplate => ApiError::invalid("model", error.to_string()),
+        PromptError::Template(TemplateError::Raised(message)) => ApiError::invalid("messages", message),
+        PromptError::Template(TemplateError::Failed(_)) => ApiError::invalid("messages", error.to_string()),
+        PromptError::Tokenizer(_) => ApiError::internal(error.to_string()),
+    })
+}
+
+/// Tokens of a chat whose messages have been checked. The outer error is the client's, the inner one the model's.
+pub(crate) fn render_chat(
+    model: &Model,
+    request: &Request,
+    messages: &[Message],
+) -> Result<Result<Vec<u32>, PromptError>, ApiError> {
     let tools = check_tools(request)?;
     let contents: Vec<Option<Content>> = messages.iter().map(|message| message.content.as_ref().map(content)).collect();
     let mut input = TemplateInput {
@@ -172,12 +221,7 @@ fn chat_tokens(model: &Model, request: &Request) -> Result<Vec<u32>, ApiError> {
     for (name, value) in request.chat_template_kwargs.iter().flatten() {
         input.variables.push((name, value));
     }
-    model.encode_chat(&input).map_err(|error| match error {
-        PromptError::NoTemplate => ApiError::invalid("model", error.to_string()),
-        PromptError::Template(TemplateError::Raised(message)) => ApiError::invalid("messages", message),
-        PromptError::Template(TemplateError::Failed(_)) => ApiError::invalid("messages", error.to_string()),
-        PromptError::Tokenizer(_) => ApiError::internal(error.to_string()),
-    })
+    Ok(model.encode_chat(&input))
 }
 
 fn content(content: &MessageContent) -> Content {
@@ -201,6 +245,11 @@ fn fields(message: &Message, at: usize) -> Result<Vec<(&str, Cow<'_, Value>)>, A
             let param = format!("messages[{at}].tool_calls");
             return Err(ApiError::invalid(param.clone(), format!("{param} must be an array")));
         };
+        let is_text = |call: &Value| call.pointer("/function/arguments").is_some_and(Value::is_string);
+        if !calls.iter().any(is_text) {
+            fields.push((name.as_str(), Cow::Borrowed(value)));
+            continue;
+        }
         let mut calls = calls.clone();
         for (index, call) in calls.iter_mut().enumerate() {
             let Some(arguments) = call.pointer_mut("/function/arguments") else { continue };

@@ -7,6 +7,7 @@
 
 mod life;
 mod models;
+mod trouble;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -15,9 +16,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use arc_swap::ArcSwap;
 use kv_hashing::BlockSize;
-use kv_index::{PrefixIndex, WorkerId};
-use parking_lot::RwLock;
-use routing::WorkerSet;
+use kv_index::WorkerId;
+use routing::{Role, RouterId, WorkerSet};
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
@@ -25,9 +25,13 @@ use tokio_util::sync::CancellationToken;
 use crate::backend::ServedModel;
 use crate::config::Deadlines;
 use crate::discovery::{Identity, View, WorkerSpec};
-use crate::metrics::CoreMetrics;
+use crate::dispatch::booking::Placement;
+use crate::index::Indexer;
+use crate::index::config::IndexSettings;
+use crate::metrics::{CoreMetrics, ReasonLabels};
 pub(crate) use life::Life;
 use models::{ModelKey, Models};
+pub(crate) use trouble::{Silence, Trouble};
 
 /// Tokens per block where a card does not say; only the load is counted in them then.
 const DEFAULT_BLOCK_SIZE: BlockSize = BlockSize::new(16).expect("not zero");
@@ -40,35 +44,48 @@ pub(crate) struct Cluster {
     /// What requests are routed by; replaced as a whole.
     pub(crate) view: ArcSwap<ClusterView>,
     /// Which worker holds which prefix.
-    pub(crate) index: Arc<RwLock<PrefixIndex>>,
+    pub(crate) index: Arc<Indexer>,
     /// Counters.
     pub(crate) metrics: Arc<CoreMetrics>,
     /// Notified when a worker becomes reachable, unreachable or draining, or its events become unusable.
     pub(crate) changed: Arc<Notify>,
+    /// Notified when a new view is published.
+    pub(crate) published: Notify,
+    /// This router among its peers.
+    pub(crate) own: RouterId,
     synced: AtomicBool,
-    kv_events: bool,
+    /// Whether KV events are followed.
+    pub(crate) kv_events: bool,
     deadlines: Deadlines,
     router_id: Arc<str>,
 }
 
 impl Cluster {
     /// An empty cluster.
-    pub(crate) fn new(kv_events: bool, deadlines: Deadlines, metrics: Arc<CoreMetrics>) -> Self {
+    pub(crate) fn new(index: &IndexSettings, deadlines: Deadlines, metrics: Arc<CoreMetrics>) -> Self {
+        let own = RouterId(rand::random());
         Self {
             view: ArcSwap::default(),
-            index: Arc::default(),
+            index: Arc::new(Indexer::start(index, metrics.clone())),
             metrics,
             changed: Arc::default(),
+            published: Notify::new(),
+            own,
             synced: AtomicBool::new(false),
-            kv_events,
+            kv_events: index.events,
             deadlines,
-            router_id: format!("{:016x}", rand::random::<u64>()).into(),
+            router_id: format!("{:016x}", own.0).into(),
         }
     }
 
     /// Whether discovery has delivered a view.
     pub(crate) fn synced(&self) -> bool {
         self.synced.load(Ordering::Acquire)
+    }
+
+    /// Discovery has delivered a view.
+    pub(crate) fn set_synced(&self) {
+        self.synced.store(true, Ordering::Release);
     }
 }
 
@@ -83,8 +100,6 @@ pub(crate) struct ClusterView {
     pub(crate) set: WorkerSet,
     /// When each model name was first seen, in seconds since 1970; also of models that no worker announces any more.
     pub(crate) created: Arc<HashMap<String, u64>>,
-    /// Workers that cannot be reached now.
-    pub(crate) down: Vec<WorkerId>,
 }
 
 /// A model with workers.
@@ -98,11 +113,12 @@ pub(crate) struct ModelView {
 /// Keeps the cluster's view until `shutdown`.
 pub(crate) async fn run(
     cluster: Arc<Cluster>,
+    placement: Arc<Placement>,
     mut discovery: watch::Receiver<Option<View>>,
     shutdown: CancellationToken,
 ) {
-    let mut workers =
-        Workers { cluster, lives: BTreeMap::new(), models: Models::default(), seen: 0, created: Arc::default() };
+    let (lives, models, created) = Default::default();
+    let mut workers = Workers { cluster, placement, lives, models, seen: 0, created };
     let mut discovering = true;
     loop {
         let retry = workers.models.retry_at();
@@ -111,7 +127,7 @@ pub(crate) async fn run(
             changed = discovery.changed(), if discovering => {
                 let view = discovery.borrow_and_update().clone();
                 if let Some(view) = view {
-                    workers.reconcile(&view);
+                    workers.reconcile(&view).await;
                 }
                 // Discovery ends only with the process; what is known stays.
                 discovering = changed.is_ok();
@@ -120,14 +136,16 @@ pub(crate) async fn run(
             () = workers.models.loaded() => {}
             () = sleep_until(retry.unwrap_or_else(Instant::now)), if retry.is_some() => {}
         }
+        workers.end_lapsed().await;
         workers.models.load_missing(workers.lives.values());
-        workers.publish();
+        workers.publish().await;
     }
     workers.lives.values().for_each(|life| life.retire());
 }
 
 struct Workers {
     cluster: Arc<Cluster>,
+    placement: Arc<Placement>,
     lives: BTreeMap<Identity, Arc<Life>>,
     models: Models,
     /// Lives started so far.
@@ -138,7 +156,7 @@ struct Workers {
 
 impl Workers {
     /// Makes the lives those of `view`.
-    fn reconcile(&mut self, view: &View) {
+    async fn reconcile(&mut self, view: &View) {
         let specs: BTreeMap<&Identity, &Arc<WorkerSpec>> = view.iter().map(|spec| (&spec.identity, spec)).collect();
         let gone: Vec<Identity> = self
             .lives
@@ -149,46 +167,62 @@ impl Workers {
         for identity in gone {
             if let Some(life) = self.lives.remove(&identity) {
                 tracing::info!(worker = %life.spec().name, "worker left");
-                self.end(&life);
+                self.end(&life).await;
             }
         }
         for (identity, spec) in specs {
             match self.lives.get(identity) {
                 Some(life) => life.update(spec),
+                // Left behind, or of a life that ended.
+                None if spec.lapsed => {}
                 None => {
                     tracing::info!(worker = %spec.name, address = %spec.address, model = %spec.card.display_name, "worker found");
                     self.seen += 1;
-                    self.lives.insert(identity.clone(), self.start(spec.clone()));
+                    let life = self.start(spec.clone()).await;
+                    self.lives.insert(identity.clone(), life);
                 }
             }
         }
-        self.cluster.synced.store(true, Ordering::Release);
+        self.cluster.set_synced();
     }
 
-    fn start(&self, spec: Arc<WorkerSpec>) -> Arc<Life> {
+    /// Ends the lives that nobody vouches for any more: the worker has not renewed what it says of itself, and its connection is
+    /// lost. While that lives the worker does, whatever keeps it from writing.
+    async fn end_lapsed(&mut self) {
+        let lost = |life: &Arc<Life>| life.spec().lapsed && life.client.is_down();
+        let lost: Vec<Arc<Life>> = self.lives.extract_if(.., |_, life| lost(life)).map(|(_, life)| life).collect();
+        for life in lost {
+            tracing::info!(worker = %life.spec().name, "worker left: it is neither announced nor connected any more");
+            self.end(&life).await;
+        }
+    }
+
+    async fn start(&self, spec: Arc<WorkerSpec>) -> Arc<Life> {
         let Cluster { router_id, deadlines, changed, .. } = &*self.cluster;
-        let life = Life::start(spec, self.seen, router_id.clone(), deadlines.connect, changed.clone());
+        let patience = self.cluster.index.check_every();
+        let life = Life::start(spec, self.seen, router_id.clone(), deadlines.connect, patience, changed.clone());
         if self.cluster.kv_events {
             life.follow_events(&self.cluster.index, &self.cluster.metrics);
+        } else {
+            life.tell_capacity(&self.cluster.index).await;
         }
         life
     }
 
     /// Retires a life, and drops what it held. Its feed adds nothing after it has been retired.
-    fn end(&self, life: &Life) {
+    async fn end(&self, life: &Life) {
         life.retire();
-        let mut index = self.cluster.index.write();
-        index.remove_worker(life.worker_id());
-        self.cluster.metrics.index_blocks.set(index.len() as i64);
+        self.placement.remove_worker(life.worker_id());
+        self.cluster.index.remove_worker(life.worker_id()).await;
     }
 
     /// Publishes a view of the present state.
-    fn publish(&mut self) {
+    async fn publish(&mut self) {
         let announced = self.lives.values().map(|life| life.spec().card.display_name.clone()).collect();
         remember(&mut self.created, &announced, now_s());
         let mut models = HashMap::new();
         let mut routable = Vec::new();
-        let mut mismatched = 0;
+        let mut troubles = Vec::new();
         for (name, key) in self.served_variants() {
             let Some(model) = self.models.get(&key) else { continue };
             let mut lives: Vec<&Arc<Life>> = self
@@ -197,33 +231,41 @@ impl Workers {
                 .filter(|life| life.spec().card.display_name == name && *life.model_key() == key)
                 .collect();
             lives.sort_by_key(|life| life.order());
+            // Nothing sends requests to prefill workers by themselves: a model that has no others cannot be served.
+            if lives.iter().all(|life| life.routing_worker().role == Role::Prefill) {
+                continue;
+            }
             // The oldest life decides the block size, so that a newcomer cannot void the events of all the others.
             let Some((oldest, newest)) = lives.first().zip(lives.last()) else { continue };
             let block_size = oldest.block_size();
             for life in &lives {
-                if block_size.is_none_or(|size| life.block_size() != Some(size)) {
-                    self.ignore_events(life, block_size);
+                if life.hashes_differ() || block_size.is_none_or(|size| life.block_size() != Some(size)) {
+                    self.ignore_events(life, block_size).await;
                 } else if self.cluster.kv_events {
                     // The size they are measured by may have changed to theirs.
                     life.resume_events(&self.cluster.index, &self.cluster.metrics);
                 }
-                mismatched += i64::from(life.events_unusable());
-                routable.extend(life.routing_worker());
+                troubles.extend(life.trouble().filter(|_| self.cluster.kv_events));
+                routable.push(life.routing_worker());
             }
             let created_s = self.created.get(&name).copied().unwrap_or_else(now_s);
             let served = Arc::new(ServedModel { card: newest.spec().card.clone(), model: model.clone(), created_s });
             models.insert(name, ModelView { served, block_size: block_size.unwrap_or(DEFAULT_BLOCK_SIZE) });
         }
-        let down: Vec<WorkerId> =
-            self.lives.values().filter(|life| life.client.is_down()).map(|life| life.worker_id()).collect();
         let set: WorkerSet = routable.into_iter().collect();
-        let open = set.iter().filter(|worker| !worker.draining && !down.contains(&worker.rank.worker)).count();
+        let open = set.iter().filter(|worker| !worker.draining && !worker.unreachable).count();
         let metrics = &self.cluster.metrics;
         metrics.workers_known.set(self.lives.len() as i64);
         metrics.workers_routable.set(open as i64);
-        metrics.workers_event_mismatch.set(mismatched);
+        metrics.workers_event_mismatch.set(troubles.len() as i64);
+        for trouble in Trouble::ALL {
+            let count = troubles.iter().filter(|other| **other == trouble).count();
+            let labels = ReasonLabels { reason: trouble.as_str() };
+            metrics.workers_event_trouble.get_or_create(&labels).set(count as i64);
+        }
         let workers = self.lives.values().map(|life| (life.worker_id(), life.clone())).collect();
-        self.cluster.view.store(Arc::new(ClusterView { workers, models, set, created: self.created.clone(), down }));
+        self.cluster.view.store(Arc::new(ClusterView { workers, models, set, created: self.created.clone() }));
+        self.cluster.published.notify_waiters();
     }
 
     /// Of each model name, the variant (set of files) that most workers serve. Prompts are tokenized by one variant, so workers
@@ -249,18 +291,22 @@ impl Workers {
         best.into_iter().map(|(name, (key, _))| (name, key)).collect()
     }
 
-    fn ignore_events(&self, life: &Life, served: Option<BlockSize>) {
+    async fn ignore_events(&self, life: &Life, served: Option<BlockSize>) {
         if !life.stop_events() {
+            return;
+        }
+        if life.hashes_differ() {
+            tracing::warn!(worker = %life.spec().name, "the worker hashes blocks otherwise than this router: its KV events are ignored");
             return;
         }
         let (own, served) = (life.block_size().map(BlockSize::get), served.map(BlockSize::get));
         tracing::warn!(worker = %life.spec().name, ?own, ?served, "the worker's block size differs from its model's: its KV events are ignored");
-        self.cluster.index.write().remove_worker(life.worker_id());
+        self.cluster.index.remove_worker(life.worker_id()).await;
     }
 }
 
 /// Adds the names that are new; of too many, the oldest that nobody announces are forgotten.
-fn remember(created: &mut Arc<HashMap<String, u64>>, announced: &HashSet<String>, now_s: u64) {
+pub(crate) fn remember(created: &mut Arc<HashMap<String, u64>>, announced: &HashSet<String>, now_s: u64) {
     if announced.iter().all(|name| created.contains_key(name)) {
         return;
     }
@@ -275,7 +321,8 @@ fn remember(created: &mut Arc<HashMap<String, u64>>, announced: &HashSet<String>
     }
 }
 
-fn now_s() -> u64 {
+/// Seconds since 1970.
+pub(crate) fn now_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs())
 }
 

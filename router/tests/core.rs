@@ -6,7 +6,13 @@
 mod events;
 #[path = "core/harness.rs"]
 mod harness;
+#[path = "core/replicas.rs"]
+mod replicas;
 #[path = "core/requests.rs"]
 mod requests;
+#[path = "core/selection.rs"]
+mod selection;
+#[path = "core/truth.rs"]
+mod truth;
 #[path = "core/worker.rs"]
 mod worker;

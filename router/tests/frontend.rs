@@ -4,6 +4,8 @@
 
 #[path = "frontend/answers.rs"]
 mod answers;
+#[path = "frontend/bodies.rs"]
+mod bodies;
 #[path = "frontend/connections.rs"]
 mod connections;
 #[path = "frontend/harness.rs"]

@@ -44,6 +44,11 @@ impl Router {
         Self { base: base.trim_end_matches('/').into(), client: Client::builder(TokioExecutor::new()).build_http() }
     }
 
+    /// Its address, as `http://host:port`.
+    pub fn base(&self) -> &str {
+        &self.base
+    }
+
     /// Sends a request and returns status, serving worker and body.
     pub async fn send(
         &self,

@@ -1,6 +1,6 @@
 //! The product's binary as a process of a test.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
@@ -43,7 +43,13 @@ pub struct Ended {
 impl Armature {
     /// Starts it with these arguments.
     pub fn start(arguments: &[&str]) -> anyhow::Result<Self> {
+        Self::start_with(arguments, &[])
+    }
+
+    /// Starts it with these arguments and variables.
+    pub fn start_with(arguments: &[&str], variables: &[(&str, &Path)]) -> anyhow::Result<Self> {
         let mut command = Command::new(binary());
+        command.envs(variables.iter().copied());
         command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
         let mut child = command.spawn().context("cannot start armature")?;
         let stdout = child.stdout.take().context("piped")?;

@@ -38,8 +38,10 @@ async fn a_model_on_kubernetes_from_install_to_uninstall() {
 
     let chat = step("helm install to the first token", install()).await;
     step("a conversation stays with its worker", conversations(&chat)).await;
+    step("the API server dies three times while traffic goes on", lost_api_server(&chat)).await;
     step("a deleted worker is replaced while traffic goes on", deleted_worker(&chat)).await;
     step("a deleted router is replaced", deleted_router(&chat)).await;
+    step("a rollout loses no request", rollout(&chat)).await;
     step("a pool follows kubectl scale", scale(&chat)).await;
     step("a second deployment is a world of its own", second_deployment(&chat)).await;
     step("uninstall", uninstall(&before)).await;
@@ -138,6 +140,18 @@ async fn under_traffic<T>(chat: &Service, step: impl Future<Output = T>) -> (T, 
     (value, answered.into_inner())
 }
 
+/// Routers keep their last good view; that their watches recover shows in the next step, which needs a new worker seen.
+async fn lost_api_server(chat: &Service) {
+    let deaths = async {
+        for _ in 0..3 {
+            inside(&["sh", "-c", "kill -KILL $(pidof kube-apiserver)"], "").await.expect("killed");
+            until("the API server", ROLLOUT, || kubectl(&["get", "--raw=/readyz"])).await;
+        }
+    };
+    let ((), answered) = under_traffic(chat, deaths).await;
+    println!("{answered} requests answered meanwhile");
+}
+
 async fn deleted_worker(chat: &Service) {
     let workers = "armature.dev/deployment=chat,armature.dev/pool=worker";
     let before = ready_pods(DEMO, workers).await.expect("listed");
@@ -179,6 +193,28 @@ async fn deleted_router(chat: &Service) {
     for _ in 0..6 {
         chat.chat("chat", &[message("user", "Hi")], 1).await.expect("both routers answer");
     }
+}
+
+/// Every worker pod is replaced by one with other settings, under steady traffic.
+async fn rollout(chat: &Service) {
+    let workers = "armature.dev/deployment=chat,armature.dev/pool=worker";
+    let before = ready_pods(DEMO, workers).await.expect("listed");
+    let pool = r#"{"name": "worker", "replicas": 2, "terminationGracePeriodSeconds": 30, "engine": {"builtIn": {"kvBlocks": 2048}}}"#;
+    let patch = format!(r#"{{"spec": {{"pools": [{pool}]}}}}"#);
+    let rolled = async {
+        kubectl(&["patch", "md", "chat", "--namespace", DEMO, "--type", "merge", "--patch", &patch])
+            .await
+            .expect("patched");
+        until("two new workers and none of the old", ROLLOUT, || async {
+            let all = objects(DEMO, "pods", workers).await?;
+            let ready = ready_pods(DEMO, workers).await?;
+            let fresh = all.len() == 2 && ready.len() == 2 && ready.iter().all(|pod| !before.contains(pod));
+            if fresh { Ok(()) } else { Err(anyhow::anyhow!("{} pods, ready {ready:?}", all.len())) }
+        })
+        .await;
+    };
+    let ((), answered) = under_traffic(chat, rolled).await;
+    println!("{answered} requests answered meanwhile");
 }
 
 async fn scale(chat: &Service) {

@@ -1,12 +1,13 @@
 //! `armature up` as a person runs it: real processes, real HTTP, real signals.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
 use hyper::{Method, StatusCode};
-use integration_tests::chat::{Answer, Router, message, story};
+use integration_tests::chat::{Answer, Router, message, request, story};
 use integration_tests::process::{Armature, Ended, model, runs, signal_process};
 use integration_tests::wait::until;
 use rustix::process::Signal;
@@ -26,11 +27,15 @@ struct System {
 
 impl System {
     async fn start(workers: u32) -> Self {
+        Self::start_with(workers, &[]).await
+    }
+
+    async fn start_with(workers: u32, variables: &[(&str, &Path)]) -> Self {
         let (path, workers) = (model(), workers.to_string());
         let model = path.to_str().expect("a plain path");
         let arguments =
             ["up", "--port", "0", "--model", model, "--model-name", MODEL, "--workers", &workers, "--kv-blocks", "512"];
-        let mut armature = Armature::start(&arguments).expect("starts");
+        let mut armature = Armature::start_with(&arguments, variables).expect("starts");
         let line = armature.line("try", START).await.expect("ready");
         let base = line.split_whitespace().find(|word| word.starts_with("http://")).expect("a URL in the line");
         let router = Router::new(base.split("/v1").next().expect("not empty"));
@@ -66,6 +71,52 @@ async fn the_second_turn_goes_where_the_first_one_was_and_reuses_its_blocks() {
         });
         assert!(second.await.cached_tokens() >= 96, "the story has more than six blocks");
     }
+}
+
+#[tokio::test]
+async fn a_decision_is_explained_before_and_after_it_was_made() {
+    let system = System::start(2).await;
+    let mut body = request(MODEL, &story(1), 4);
+    body["stream"] = false.into();
+    body.as_object_mut().expect("an object").remove("stream_options");
+    let asked = async |method, path: &str, body: Option<&Value>| {
+        let (status, _, text) = system.router.send(method, path, body).await.expect("answers");
+        (status, serde_json::from_slice::<Value>(&text).expect("JSON"))
+    };
+    let explained = async || {
+        let (status, explanation) = asked(Method::POST, "/v1/route/explain", Some(&body)).await;
+        assert_eq!(status, StatusCode::OK, "{explanation:#}");
+        explanation
+    };
+    let before = explained().await;
+    assert_eq!(before["workers"].as_array().map(Vec::len), Some(2), "{before:#}");
+    assert_eq!(before["outcome"]["pick"]["ties"], 2, "{before:#}");
+    // Asking has no effect: nothing is booked.
+    assert_eq!(explained().await["workers"][0]["load"], before["workers"][0]["load"]);
+
+    let (status, answer) = asked(Method::POST, "/v1/chat/completions", Some(&body)).await;
+    assert_eq!(status, StatusCode::OK, "{answer:#}");
+    let id = answer["id"].as_str().expect("has an id");
+    let (status, decision) = asked(Method::GET, &format!("/debug/decisions/{id}"), None).await;
+    assert_eq!(status, StatusCode::OK, "{decision:#}");
+    let chosen = decision["attempts"][0]["outcome"]["worker"].as_str().expect("chosen").to_owned();
+    until("the chosen worker's blocks in an explanation", Duration::from_secs(10), || async {
+        let after = explained().await;
+        let row = after["workers"].as_array().into_iter().flatten().find(|row| row["worker"] == *chosen).cloned();
+        let held = row.and_then(|row| row["overlap"]["device"].as_u64()).unwrap_or(0);
+        if held >= 6 && after["outcome"]["worker"] == *chosen { Ok(()) } else { Err(format!("{after:#}")) }
+    })
+    .await;
+
+    for arguments in [&["--decision", id][..], &["--prompt", "Hello there"]] {
+        let mut explain = tokio::process::Command::new(integration_tests::process::binary());
+        let explain = explain.args(["explain", "--url", system.router.base()]).args(arguments);
+        let output = explain.output().await.expect("runs");
+        let table = String::from_utf8(output.stdout).expect("text");
+        assert!(output.status.success() && table.contains("verdict") && table.contains("chosen"), "{table}");
+    }
+    let (status, unknown) = asked(Method::GET, "/debug/decisions/nobody", None).await;
+    assert_eq!(status, StatusCode::NOT_FOUND, "{unknown:#}");
 }
 
 #[tokio::test]
@@ -118,6 +169,79 @@ async fn ctrl_c_finishes_running_requests_and_leaves_no_process() {
     let Ended { status, stderr } = system.armature.ended(END).await.expect("ends");
     assert!(status.success(), "{status}: {stderr}");
     assert_eq!(workers.iter().filter(|pid| runs(**pid)).count(), 0, "workers are gone");
+}
+
+#[tokio::test]
+async fn ctrl_c_while_idle_is_no_error() {
+    for round in 0..4 {
+        let system = System::start(1).await;
+        system.armature.signal(Signal::INT).expect("signalled");
+        let Ended { status, stderr } = system.armature.ended(END).await.expect("ends");
+        assert!(status.success(), "round {round}: {status}: {stderr}");
+        assert!(stderr.contains("stopping; Ctrl-C again ends at once"), "round {round}: {stderr}");
+    }
+    // While it starts, too.
+    let path = model();
+    let arguments = ["up", "--port", "0", "--model", path.to_str().expect("a plain path"), "--kv-blocks", "512"];
+    let mut armature = Armature::start(&arguments).expect("starts");
+    armature.line("model", START).await.expect("found the model");
+    armature.signal(Signal::INT).expect("signalled");
+    let Ended { status, stderr } = armature.ended(END).await.expect("ends");
+    assert!(status.success(), "{status}: {stderr}");
+}
+
+#[tokio::test]
+async fn a_second_ctrl_c_ends_at_once_and_leaves_nothing_behind() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let system = System::start_with(1, &[("TMPDIR", folder.path())]).await;
+    let workers = system.armature.children().expect("has a worker");
+    assert_eq!(std::fs::read_dir(folder.path()).expect("readable").count(), 1, "the discovery directory");
+    let router = system.router.clone();
+    // Longer than this test, unless somebody ends it.
+    let mut body = request(MODEL, &[message("user", "Count to 1000.")], 4000);
+    body["ignore_eos"] = true.into();
+    let running = tokio::spawn(async move { router.send(Method::POST, "/v1/chat/completions", Some(&body)).await });
+    let metrics = || async {
+        let (_, _, page) =
+            system.router.send(Method::GET, "/metrics", None).await.map_err(|error| error.to_string())?;
+        Ok::<_, String>(String::from_utf8_lossy(&page).into_owned())
+    };
+    until("a running request", Duration::from_secs(20), || async {
+        if in_flight(&metrics().await?) > 0.0 { Ok(()) } else { Err("none in /metrics".to_owned()) }
+    })
+    .await;
+    system.armature.signal(Signal::INT).expect("signalled");
+    until("the drain", Duration::from_secs(10), || async {
+        match system.router.send(Method::GET, "/ready", None).await {
+            Ok((StatusCode::OK, ..)) => Err("still ready"),
+            _ => Ok(()),
+        }
+    })
+    .await;
+    system.armature.signal(Signal::INT).expect("signalled");
+    let Ended { status, stderr } = system.armature.ended(Duration::from_secs(5)).await.expect("ends at once");
+    assert_eq!(status.code(), Some(130), "{stderr}");
+    assert!(stderr.contains("draining 1 request; Ctrl-C again ends at once"), "{stderr}");
+    running.await.expect("no panic").expect_err("the request is cut");
+    assert_eq!(std::fs::read_dir(folder.path()).expect("readable").count(), 0, "temporary files are gone");
+    until("the end of the worker", END, || async {
+        if workers.iter().any(|pid| runs(*pid)) { Err(format!("{workers:?} still run")) } else { Ok(()) }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn without_a_cluster_one_line_says_what_to_do() {
+    let router: &[&str] = &["router", "--http-port", "0"];
+    let operator: &[&str] = &["operator", "--listen", "127.0.0.1:0", "--image", "x"];
+    for (arguments, advice) in [(router, "--discovery-backend file"), (operator, "armature up")] {
+        let armature = Armature::start_with(arguments, &[("KUBECONFIG", Path::new("/nowhere/config"))]);
+        let Ended { status, stderr } = armature.expect("starts").ended(END).await.expect("ends");
+        assert_eq!(status.code(), Some(1), "{stderr}");
+        assert_eq!(stderr.lines().count(), 1, "{stderr}");
+        assert_eq!(stderr.matches("/nowhere/config").count(), 1, "{stderr}");
+        assert!(stderr.contains(advice), "{stderr}");
+    }
 }
 
 #[tokio::test]
@@ -179,6 +303,12 @@ async fn settings_that_cannot_work_are_one_line_and_exit_code_2() {
     }
     refused(&["worker", "--name", "w", "--model", model, "--discovery-backend", "file"], "--discovery-dir").await;
     refused(&["router", "--discovery-backend", "file"], "--discovery-dir").await;
+
+    let many = ["--model", model, "--kv-blocks", "100000000"];
+    refused(&[&["up", "--port", "0"], &many[..]].concat(), "--kv-blocks 100000000 for each of 2 workers needs").await;
+    let discovery = dir.path().to_str().expect("a plain path");
+    let worker = ["worker", "--name", "w", "--discovery-backend", "file", "--discovery-dir", discovery];
+    refused(&[&worker[..], &many].concat(), "--kv-blocks 100000000 needs").await;
 }
 
 /// The sum of the router's gauge of running requests.

@@ -149,6 +149,7 @@ fn early_end(joined: Option<Result<Part, tokio::task::JoinError>>) -> AgentError
 
 /// The running parts.
 struct Agent {
+    name: String,
     parts: JoinSet<Part>,
     drain: Arc<Drain>,
     metadata: watch::Sender<WorkerMetadata>,
@@ -167,13 +168,14 @@ impl Agent {
         let events = engine.take_events().ok_or(AgentError::EventsTaken)?;
         let identity = Identity::new(settings);
         let ports = (listeners.request.local_addr()?.port(), publisher.port());
+        let admin_address = listeners.admin.local_addr()?;
         let describe = |draining| {
             Description { settings, identity: &identity, engine: engine.info(), model: &model, ports, draining }
                 .metadata()
         };
         let (metadata, metadata_receiver) = watch::channel(describe(false));
         let draining_metadata = describe(true);
-        let entry = Entry::open(settings).await?;
+        let entry = Entry::open(settings, &identity).await?;
 
         let (drain, metrics) = (Arc::new(Drain::default()), Arc::new(Metrics::new(engine.info())));
         let indexer = Arc::new(Mutex::new(LocalIndexer::new(0, RingLimits::default())));
@@ -204,15 +206,21 @@ impl Agent {
         });
         spawn(&mut parts, "admin server", {
             let admin = admin.clone();
-            async { Ok(admin::serve(listeners.admin, admin).await?) }
+            async {
+                admin::serve(listeners.admin, admin).await;
+                Ok(())
+            }
         });
         let deregister = CancellationToken::new();
-        let stop = deregister.clone();
+        let (stop, name) = (deregister.clone(), settings.name.clone());
         spawn(&mut parts, "registration", async move {
-            let registered = move || admin.set_registered();
+            let registered = move || {
+                admin.set_registered();
+                tracing::info!(name, metrics = %format_args!("http://{admin_address}/metrics"), "registered, ready for requests");
+            };
             Ok(registration::hold(entry, metadata_receiver, registered, stop).await?)
         });
-        Ok(Self { parts, drain, metadata, draining_metadata, deregister })
+        Ok(Self { name: settings.name.clone(), parts, drain, metadata, draining_metadata, deregister })
     }
 
     /// Drains, deregisters and ends all parts, in this order.
@@ -222,6 +230,11 @@ impl Agent {
         self.drain.begin();
         if let Err(timeout) = self.drain.finished(drain_max).await {
             tracing::warn!(error = %timeout, "drain cut short");
+            self.drain.cut_short(format!(
+                "worker {} is shutting down; its drain deadline of {} s passed",
+                self.name,
+                drain_max.as_secs()
+            ));
         }
         self.deregister.cancel();
         self.drain.stop();

@@ -10,6 +10,10 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
+mod mocker;
+
+pub use mocker::MockerConfig;
+
 /// Flags of a worker.
 #[derive(Args, Clone, Debug)]
 pub struct Config {
@@ -19,19 +23,19 @@ pub struct Config {
     /// Namespace of the deployment in discovery
     #[arg(long, env = "DYN_NAMESPACE", default_value = "default")]
     pub namespace: String,
-    /// Component in discovery; by default `prefill` for that role, else `backend`
+    /// Component in discovery [default: `prefill` for that role, else `backend`]
     #[arg(long)]
     pub component: Option<String>,
     /// What this worker does for a request
     #[arg(long, value_enum, default_value_t = Role::Aggregated)]
     pub role: Role,
-    /// What clients put into "model"; by default the name inside the model file
+    /// What clients put into "model" [default: the name inside the model file]
     #[arg(long)]
     pub model_name: Option<String>,
     /// Host or address that routers reach this worker by
     #[arg(long, env = "POD_IP", default_value = "127.0.0.1")]
     pub host: String,
-    /// Address to listen on; by default loopback if --host is, else all
+    /// Address to listen on [default: loopback if --host is, else all]
     #[arg(long)]
     pub bind: Option<IpAddr>,
     /// Port of the request plane; 0 takes a free one
@@ -58,13 +62,16 @@ pub struct Config {
     /// Longest wait for running requests at shutdown, in seconds
     #[arg(long, default_value_t = 30)]
     pub drain_s_max: u64,
+    /// What computes
+    #[arg(long, value_enum, default_value_t = EngineKind::BuiltIn)]
+    pub engine: EngineKind,
     /// Tokens per KV block: 16, 32 or 64
     #[arg(long, default_value_t = 16)]
     pub block_size: u32,
-    /// KV blocks in the arena
+    /// KV blocks in the arena; one takes layers × KV heads × head size × block size × 4 bytes (360 KiB with the default model)
     #[arg(long, default_value_t = 4096)]
     pub kv_blocks: usize,
-    /// Threads that compute; by default one per core
+    /// Threads that compute [default: one per core]
     #[arg(long)]
     pub threads: Option<usize>,
     /// Most sequences in one engine step
@@ -79,6 +86,18 @@ pub struct Config {
     /// Free labels for filters, as key=value; may be repeated
     #[arg(long = "labels", value_name = "KEY=VALUE", value_delimiter = ',')]
     pub labels: Vec<String>,
+    /// The mocker
+    #[command(flatten)]
+    pub mocker: MockerConfig,
+}
+
+/// What computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum EngineKind {
+    /// The model, on the CPU.
+    BuiltIn,
+    /// Nothing: the built-in engine's scheduler and blocks with a timing model. For tests and benchmarks.
+    Mocker,
 }
 
 /// What a worker does for a request.
@@ -256,7 +275,7 @@ impl Config {
             let rule = "must be at least --max-num-seqs: each running sequence takes one token of a step";
             return Err(ConfigError::Invalid { flag: "--max-num-batched-tokens", value, rule });
         }
-        Ok(())
+        self.mocker.check()
     }
 
     fn bind_addresses(&self, host: &str) -> Result<BindAddresses, ConfigError> {

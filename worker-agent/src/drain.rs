@@ -1,5 +1,6 @@
 //! From serving to gone: new requests are refused, running ones finish, then connections end.
 
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
@@ -15,6 +16,7 @@ pub struct Drain {
     draining: CancellationToken,
     stopped: CancellationToken,
     requests: TaskTracker,
+    cut_short: OnceLock<String>,
 }
 
 /// Requests that were still running when the drain's time was up.
@@ -55,6 +57,16 @@ impl Drain {
     pub async fn finished(&self, limit: Duration) -> Result<(), DrainTimeout> {
         let waited = tokio::time::timeout(limit, self.requests.wait()).await;
         waited.map_err(|_| DrainTimeout(self.in_flight(), limit))
+    }
+
+    /// Says why requests that still run are failed by the [`Self::stop`] that follows.
+    pub fn cut_short(&self, why: String) {
+        self.cut_short.get_or_init(|| why);
+    }
+
+    /// What requests that run when it stops are told.
+    pub fn why_cut_short(&self) -> &str {
+        self.cut_short.get().map_or("the worker is shutting down", String::as_str)
     }
 
     /// Ends all servers: what is written already is flushed, and connections close.

@@ -1,6 +1,7 @@
 //! What every engine offers the agent around it. Engines know blocks, tokens and steps; they know no network.
 
 pub mod builtin;
+pub mod mocker;
 
 use tokio::sync::mpsc;
 

@@ -33,7 +33,7 @@ pub enum Ending {
     invalid,
     /// Refused: the engine's queue is full.
     overloaded,
-    /// Refused: the worker drains.
+    /// The worker drains: refused, or cut short when the drain's time was up.
     draining,
 }
 

@@ -42,6 +42,9 @@ pub enum RegistrationError {
         /// Why.
         source: std::io::Error,
     },
+    /// The discovery directory is something else.
+    #[error("--discovery-dir {0} is not a directory")]
+    NotADirectory(String),
     /// The Kubernetes API refused, or could not be reached.
     #[error("registering DynamoWorkerMetadata {name}: {source}")]
     Kubernetes {
@@ -158,6 +161,8 @@ impl Description<'_> {
                 revision: self.settings.revision.clone(),
                 labels: self.settings.labels.clone(),
                 draining: self.draining,
+                block_hash_probe: metadata::block_hash_probe(self.engine.block_size),
+                answers_samples: true,
             }),
             extra: Default::default(),
         }
@@ -183,9 +188,18 @@ pub enum Entry {
 
 impl Entry {
     /// Prepares the entry; writes nothing yet. For Kubernetes it reads the pod's service account.
-    pub async fn open(settings: &Settings) -> Result<Self, RegistrationError> {
+    pub async fn open(settings: &Settings, identity: &Identity) -> Result<Self, RegistrationError> {
         match &settings.discovery {
-            Discovery::File(dir) => Ok(Self::File(FileEntry::new(dir, &settings.name))),
+            Discovery::File(dir) => {
+                let no_directory = match tokio::fs::metadata(dir).await {
+                    Ok(found) => !found.is_dir(),
+                    Err(error) => error.kind() == std::io::ErrorKind::NotADirectory,
+                };
+                if no_directory {
+                    return Err(RegistrationError::NotADirectory(dir.display().to_string()));
+                }
+                Ok(Self::File(FileEntry::new(dir, &settings.name, identity.instance_id)))
+            }
             Discovery::Kubernetes(pod) => {
                 let client = kube::Client::try_default().await;
                 let source =
@@ -203,7 +217,7 @@ impl Entry {
         }
     }
 
-    async fn write(&self, metadata: &WorkerMetadata) -> Result<(), RegistrationError> {
+    async fn write(&mut self, metadata: &WorkerMetadata) -> Result<(), RegistrationError> {
         let write = async {
             match self {
                 Self::File(entry) => entry.write(metadata).await,
@@ -213,27 +227,29 @@ impl Entry {
         tokio::time::timeout(ONE_WRITE, write).await.unwrap_or(Err(RegistrationError::Deadline(ONE_WRITE)))
     }
 
-    async fn refresh(&self, metadata: &WorkerMetadata) -> Result<(), RegistrationError> {
-        match self {
-            Self::File(entry) => match tokio::time::timeout(ONE_WRITE, entry.touch()).await {
-                Ok(Ok(())) => Ok(()),
-                Ok(Err(_)) | Err(_) => self.write(metadata).await,
-            },
-            Self::Kubernetes(_) => self.write(metadata).await,
+    async fn refresh(&mut self, metadata: &WorkerMetadata) -> Result<(), RegistrationError> {
+        if let Self::File(entry) = self {
+            match tokio::time::timeout(ONE_WRITE, entry.touch()).await {
+                Ok(Ok(())) => return Ok(()),
+                Ok(Err(error)) => {
+                    tracing::warn!(path = %entry.path().display(), %error, "registration not touched; writing it again")
+                }
+                Err(_) => tracing::warn!(path = %entry.path().display(), "touching the registration takes long"),
+            }
         }
+        self.write(metadata).await
     }
 
     /// The last word on a worker; `unwritten` is what the entry does not say yet.
-    async fn leave(&self, unwritten: Option<&WorkerMetadata>) {
-        match (self, unwritten) {
-            (Self::File(entry), _) => entry.remove().await,
-            // Its owner is the pod: Kubernetes removes both together. Until then it says that the worker drains.
-            (Self::Kubernetes(_), Some(metadata)) => {
-                if let Err(error) = self.write(metadata).await {
-                    tracing::warn!(%error, "the last state is not registered");
-                }
-            }
-            (Self::Kubernetes(_), None) => {}
+    async fn leave(mut self, unwritten: Option<&WorkerMetadata>) {
+        if let Self::File(entry) = &self {
+            return entry.remove().await;
+        }
+        // Its owner is the pod: Kubernetes removes both together. Until then it says that the worker drains.
+        if let Some(metadata) = unwritten
+            && let Err(error) = self.write(metadata).await
+        {
+            tracing::warn!(%error, "the last state is not registered");
         }
     }
 }
@@ -243,7 +259,7 @@ impl Entry {
 ///
 /// A write that has begun is always waited for: one that is dropped may still happen, and bring back what was removed.
 pub async fn hold(
-    entry: Entry,
+    mut entry: Entry,
     mut metadata: watch::Receiver<WorkerMetadata>,
     registered: impl FnOnce(),
     stop: CancellationToken,
@@ -274,7 +290,7 @@ pub async fn hold(
             Err(error) => {
                 changed = true;
                 tokio::select! {
-                    () = retry.pause(&error) => {}
+                    () = retry.pause(&error, every) => {}
                     () = stop.cancelled() => {}
                 }
             }
@@ -293,8 +309,9 @@ struct Retry {
 }
 
 impl Retry {
-    async fn pause(&mut self, error: &RegistrationError) {
-        let pause = BACKOFF.0.saturating_mul(1 << self.tries.min(10)).min(BACKOFF.1);
+    /// `refresh` bounds the pause as well: a try also refreshes what is there.
+    async fn pause(&mut self, error: &RegistrationError, refresh: Duration) {
+        let pause = BACKOFF.0.saturating_mul(1 << self.tries.min(10)).min(BACKOFF.1).min(refresh);
         self.tries += 1;
         tracing::warn!(%error, tries = self.tries, "registration failed; trying again");
         tokio::time::sleep(pause.mul_f64(rand::random_range(1.0..1.25))).await;

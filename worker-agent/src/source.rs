@@ -226,5 +226,19 @@ pub async fn obtain(source: &ModelSource, cache: &Cache, progress: OnProgress<'_
     }
 }
 
+/// SHA-256 of a file, in hexadecimal.
+fn sha256(path: &Path) -> std::io::Result<String> {
+    use std::io::Read;
+    let (mut file, mut context) = (std::fs::File::open(path)?, ring::digest::Context::new(&ring::digest::SHA256));
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        match file.read(&mut buffer)? {
+            0 => break,
+            n => context.update(&buffer[..n]),
+        }
+    }
+    Ok(context.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
 #[cfg(test)]
 mod tests;

@@ -103,7 +103,8 @@ fn write(out: &Path, name: &str, layer: Vec<u8>, process: Value) -> anyhow::Resu
     std::fs::write(out, archive.finish()).with_context(|| format!("cannot write {}", out.display()))
 }
 
-fn sha256(bytes: &[u8]) -> String {
+/// SHA-256, in hexadecimal.
+pub fn sha256(bytes: &[u8]) -> String {
     digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 

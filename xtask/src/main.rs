@@ -9,6 +9,7 @@ mod generate;
 mod image;
 mod model;
 mod process;
+mod python;
 mod setup;
 mod test;
 mod tidy;
@@ -31,6 +32,8 @@ enum Command {
     },
     /// Puts the default model into the cache and prints its path.
     Model,
+    /// Builds the Python bindings as a wheel, and tests it.
+    Python,
     /// Builds the container image as a tar file that docker, podman and containerd load.
     Image(image::Args),
     /// A real Kubernetes of two nodes on this machine, for tests.
@@ -50,6 +53,7 @@ fn main() -> anyhow::Result<()> {
             println!("{}", model::obtain()?.display());
             Ok(())
         }
+        Command::Python => python::run(),
         Command::Image(args) => image::run(&args),
         Command::Cluster(command) => cluster::run(&command),
         Command::Bench(command) => bench::run(&command),

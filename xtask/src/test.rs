@@ -3,6 +3,8 @@
 //! Set-up comes first for all stages, so that a missing tool shows before minutes of tests, and so that the closing lines
 //! of the test runners stay at the end, where people and CI look.
 
+mod chart;
+
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
@@ -11,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 
 use crate::process::{binaries, cargo, command, root, run as run_command, succeeds};
-use crate::{cluster, image, model, setup, tidy};
+use crate::{cluster, image, model, python, setup, tidy};
 
 /// Runs the tests.
 #[derive(clap::Args)]
@@ -26,7 +28,7 @@ pub struct Args {
 enum Stage {
     /// Formatting, lints, documentation, repository rules, unit and property tests, doc tests.
     Unit,
-    /// Real processes on loopback: `armature up`, kill tests, the official OpenAI client.
+    /// Real processes on loopback: the Python bindings, `armature up`, kill tests, the official OpenAI client.
     Integration,
     /// Real pods in a real Kubernetes of two nodes.
     Cluster,
@@ -47,7 +49,9 @@ impl Stage {
                 // The engine's unit tests open the real model; tidy renders the chart.
                 cluster::helm_binary().and_then(|_| model::obtain()).and_then(|_| setup::nextest()).map(drop)
             }
-            Self::Integration => model::obtain().and_then(|_| client_environment()).map(drop),
+            Self::Integration => {
+                model::obtain().and_then(|_| client_environment()).and_then(|_| python::environment()).map(drop)
+            }
             Self::Cluster => cluster::prepare(),
         }
     }
@@ -106,7 +110,7 @@ fn unit() -> anyhow::Result<()> {
     run_command(cargo().arg("doc").args(workspace).arg("--no-deps").env("RUSTDOCFLAGS", "--deny warnings"))?;
     tidy::run()?;
     alone()?;
-    run_command(command(cluster::helm_binary()?).args(["lint", "--strict", "--quiet", "helm/armature"]))?;
+    chart::check(&cluster::helm_binary()?)?;
     run_command(&mut nextest(&["--workspace"])?)?;
     run_command(cargo().args(["test", "--release", "--quiet", "--workspace", "--doc"]))
 }
@@ -120,6 +124,7 @@ fn alone() -> anyhow::Result<()> {
 }
 
 fn integration() -> anyhow::Result<()> {
+    python::run()?;
     let (model, binary) = (model::obtain()?, binaries()?.join("armature"));
     let mut up = nextest(&["--workspace", "--features", SUITES, "--test", "up"])?;
     run_command(up.env("ARMATURE_BIN", &binary).env("ARMATURE_MODEL", &model))?;

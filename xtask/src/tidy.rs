@@ -24,6 +24,8 @@ const EDGES: &[(&str, &[&str])] = &[
     ("worker-agent", &["kv-hashing", "kv-index", "protocol"]),
     ("operator", &["crds", "protocol"]),
     ("armature", &["operator", "router", "worker-agent", "crds", "kv-hashing"]),
+    ("armature-python", &["kv-hashing", "kv-index", "protocol"]),
+    ("index-bench", &["kv-index", "kv-hashing"]),
     ("integration-tests", &[]),
     ("frontend-bench", &["worker-agent", "protocol", "kv-index", "kv-hashing"]),
     ("xtask", &[]),

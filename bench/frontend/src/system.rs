@@ -1,7 +1,7 @@
 //! The processes under load: workers that answer at once, and a router in front of them.
 
 use std::net::{SocketAddr, TcpListener};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
@@ -43,8 +43,24 @@ impl Workers {
             worker.kill_on_drop(true).stdin(Stdio::null()).spawn()
         };
         let processes = (0..count).map(start).collect::<Result<_, _>>()?;
+        Self { _processes: processes, discovery }.registered(count).await
+    }
+
+    /// Starts one process with `count` mockers and these flags, and waits until all have registered.
+    pub async fn mockers(count: usize, flags: &[String]) -> anyhow::Result<Self> {
+        let discovery = tempfile::tempdir()?;
+        let model = std::env::var_os("ARMATURE_MODEL").context("ARMATURE_MODEL is not set; use `cargo xtask bench`")?;
+        let mut worker = armature()?;
+        worker.args(["worker", "--engine", "mocker", "--name", "worker", "--model-name", MODEL, "--model"]).arg(model);
+        worker.args(["--mocker-workers", &count.to_string(), "--port", "0", "--event-port", "0", "--admin-port", "0"]);
+        worker.args(["--discovery-backend", "file", "--discovery-dir"]).arg(discovery.path());
+        let processes = vec![worker.args(flags).env("RUST_LOG", "error").spawn()?];
+        Self { _processes: processes, discovery }.registered(count).await
+    }
+
+    async fn registered(self, count: usize) -> anyhow::Result<Self> {
         let deadline = Instant::now() + READY;
-        while std::fs::read_dir(discovery.path())?
+        while std::fs::read_dir(self.discovery.path())?
             .flatten()
             .filter(|e| e.path().extension().is_some_and(|e| e == "json"))
             .count()
@@ -55,8 +71,26 @@ impl Workers {
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        Ok(Self { _processes: processes, discovery })
+        Ok(self)
     }
+}
+
+/// The binary under test; killed when dropped.
+pub fn armature() -> anyhow::Result<Command> {
+    let binary = std::env::var_os("ARMATURE_BIN").context("ARMATURE_BIN is not set; use `cargo xtask bench`")?;
+    let mut command = Command::new(binary);
+    command.kill_on_drop(true).stdin(Stdio::null());
+    Ok(command)
+}
+
+/// Waits until the router could send requests to `count` workers.
+pub async fn routable(router: SocketAddr, count: usize) -> anyhow::Result<()> {
+    shows(router, &format!("armature_router_workers_routable {count}")).await
+}
+
+/// Waits until the router's metrics have this line.
+pub async fn shows(router: SocketAddr, line: &str) -> anyhow::Result<()> {
+    reached(router, "/metrics", &format!("{line}\n"), Instant::now()).await.map(drop)
 }
 
 /// A router; killed when dropped.
@@ -73,19 +107,21 @@ pub struct Router {
 impl Router {
     /// Starts one in this mode, and waits until it serves the model.
     pub async fn start(workers: &Workers, mode: &str) -> anyhow::Result<Self> {
-        let binary = std::env::var_os("ARMATURE_BIN")
-            .map(PathBuf::from)
-            .context("ARMATURE_BIN is not set; use `cargo xtask bench`")?;
+        Self::start_with(workers, mode, &[]).await
+    }
+
+    /// The same, with more flags.
+    pub async fn start_with(workers: &Workers, mode: &str, flags: &[&str]) -> anyhow::Result<Self> {
         let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
         let started = Instant::now();
-        let process = Self::spawn(&binary, address, mode, workers.discovery.path())?;
+        let process = Self::spawn(address, mode, workers.discovery.path(), flags)?;
         let ready = reached(address, "/ready", "", started).await?;
         let model = reached(address, "/v1/models", MODEL, started).await?;
         Ok(Self { process, address, ready, model })
     }
 
-    fn spawn(binary: &Path, address: SocketAddr, mode: &str, discovery: &Path) -> anyhow::Result<Child> {
-        let mut router = Command::new(binary);
+    fn spawn(address: SocketAddr, mode: &str, discovery: &Path, flags: &[&str]) -> anyhow::Result<Child> {
+        let mut router = armature()?;
         router.args([
             "router",
             "--http-host",
@@ -95,12 +131,8 @@ impl Router {
             "--router-mode",
             mode,
         ]);
-        router.args(["--discovery-backend", "file", "--discovery-dir"]).arg(discovery).env("RUST_LOG", "error");
-        router
-            .kill_on_drop(true)
-            .stdin(Stdio::null())
-            .spawn()
-            .with_context(|| format!("cannot start {}", binary.display()))
+        router.args(["--discovery-backend", "file", "--discovery-dir"]).arg(discovery).args(flags);
+        router.env("RUST_LOG", "error").spawn().context("cannot start the router")
     }
 
     /// CPU time used so far, user and system, in steps of 10 ms.

@@ -1,14 +1,20 @@
-//! `armature worker`: a model, the built-in engine on it, and the agent around the engine.
+//! `armature worker`: a model, an engine on it, and the agent around the engine; of mockers any number.
 
+use std::io::Write;
 use std::num::NonZeroUsize;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use worker_agent::agent::{self, AgentError, Listeners, ModelInfo};
-use worker_agent::config::Config;
+use worker_agent::artifacts::Artifacts;
+use worker_agent::config::{Config, EngineKind};
 use worker_agent::engine::builtin::gguf::Gguf;
 use worker_agent::engine::builtin::open::{OpenOptions, open};
+use worker_agent::engine::builtin::service::BuiltIn;
+use worker_agent::engine::mocker::MockedModel;
+use worker_agent::registration::RegistrationError;
 use worker_agent::source::{Cache, ModelSource, Progress, SourceError, obtain};
 
 use crate::flags::WorkerArgs;
@@ -16,30 +22,91 @@ use crate::outcome::{Failure, Outcome};
 
 /// Runs a worker until `shutdown`.
 pub async fn run(args: WorkerArgs, shutdown: CancellationToken) -> Outcome {
-    let settings = args.agent.settings().map_err(Failure::settings)?;
+    args.agent.settings().map_err(Failure::settings)?;
     let source: ModelSource = args.model.parse().map_err(Failure::settings)?;
     let cache = Cache::from_env();
     let file = tokio::select! {
         file = obtain(&source, &cache, &log_progress) => file.map_err(source_failure)?,
         () = shutdown.cancelled() => return Ok(()),
     };
-    let (options, path) = (options(&args.agent), file.clone());
+    match args.agent.engine {
+        EngineKind::BuiltIn => built_in(args.agent, file, args.with_parent.is_some(), shutdown).await,
+        EngineKind::Mocker => mockers(args.agent, file, shutdown).await,
+    }
+}
+
+/// One engine; tells a parent that reads its output where its metrics are.
+async fn built_in(config: Config, file: PathBuf, tell: bool, shutdown: CancellationToken) -> Outcome {
+    let (options, path) = (options(&config), file.clone());
     let opened = tokio::task::spawn_blocking(move || open(&path, options)).await?;
     let (engine, artifacts, facts) = opened.map_err(|error| refused(&file, &error))?;
-    let engine = Arc::new(engine);
-    let model = ModelInfo {
-        name: args.agent.model_name.clone().or(facts.name).unwrap_or_else(|| stem(&file)),
+    let model = model_info(&config, artifacts, facts.name, &file);
+    let listeners = listen(&config).await?;
+    if tell {
+        // A parent that has gone takes us with it.
+        let _ = writeln!(std::io::stdout(), "http://{}/metrics", listeners.admin.local_addr()?);
+    }
+    serve(config, engine, model, listeners, shutdown).await
+}
+
+/// All mockers of this process; when one fails, the others end too.
+async fn mockers(config: Config, file: PathBuf, shutdown: CancellationToken) -> Outcome {
+    let configs = config.mockers().map_err(Failure::settings)?;
+    let (sizes, options, path) = (options(&config), config.mocker.options(), file.clone());
+    let read = tokio::task::spawn_blocking(move || MockedModel::read(&path, options)).await?;
+    let mocked = read.map_err(|error| refused(&file, &error))?;
+    let model = model_info(&config, mocked.artifacts.clone(), mocked.name.clone(), &file);
+    tracing::warn!(workers = configs.len(), "a mocker computes nothing: its answers are random words");
+    let (stop, mut workers) = (shutdown.child_token(), JoinSet::new());
+    for config in configs {
+        let engine = mocked.start(sizes).map_err(Failure::settings)?;
+        let (model, stop) = (model.clone(), stop.clone());
+        workers.spawn(async move {
+            let listeners = listen(&config).await?;
+            serve(config, engine, model, listeners, stop).await
+        });
+    }
+    let mut outcome = Ok(());
+    while let Some(ended) = workers.join_next().await {
+        stop.cancel();
+        outcome = outcome.and(ended.map_err(Failure::from).and_then(|ended| ended));
+    }
+    outcome
+}
+
+fn model_info(config: &Config, artifacts: Artifacts, name: Option<String>, file: &Path) -> ModelInfo {
+    ModelInfo {
+        name: config.model_name.clone().or(name).unwrap_or_else(|| stem(file)),
         files: artifacts.files,
         eos_token_ids: artifacts.eos_token_ids,
         bos_token_id: artifacts.bos_token_id,
-    };
-    let listeners = Listeners::bind(&settings).await.map_err(|error| match error {
+    }
+}
+
+/// Binds the agent's ports.
+async fn listen(config: &Config) -> Result<Listeners, Failure> {
+    let settings = config.settings().map_err(Failure::settings)?;
+    Listeners::bind(&settings).await.map_err(|error| match error {
         AgentError::PortInUse { .. } => Failure::settings(error),
         error => error.into(),
-    })?;
-    let ended = agent::run(args.agent, engine.clone(), model, listeners, shutdown).await;
+    })
+}
+
+/// Runs an agent around the engine until `shutdown`; then stops the engine.
+async fn serve(
+    config: Config,
+    engine: BuiltIn,
+    model: ModelInfo,
+    listeners: Listeners,
+    shutdown: CancellationToken,
+) -> Outcome {
+    let engine = Arc::new(engine);
+    let ended = agent::run(config, engine.clone(), model, listeners, shutdown).await;
     tokio::task::spawn_blocking(move || engine.shutdown()).await?;
-    Ok(ended?)
+    ended.map_err(|error| match error {
+        AgentError::Registration(RegistrationError::NotADirectory(_)) => Failure::settings(error),
+        error => error.into(),
+    })
 }
 
 /// A source that cannot work is a setting; a download that broke is not.
@@ -61,7 +128,7 @@ pub fn title(file: &Path) -> Result<String, Failure> {
 }
 
 /// One line that names the file.
-fn refused(file: &Path, error: &dyn std::fmt::Display) -> Failure {
+pub fn refused(file: &Path, error: &dyn std::fmt::Display) -> Failure {
     let (text, path) = (error.to_string(), file.display().to_string());
     Failure::Settings(if text.contains(&path) { text } else { format!("{path}: {text}") })
 }

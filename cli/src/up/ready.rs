@@ -43,7 +43,7 @@ fn registered(discovery: &Path) -> anyhow::Result<usize> {
 }
 
 /// The answer to a GET, headers included: enough to look for a word in it.
-async fn get(mut address: SocketAddr, path: &str) -> anyhow::Result<String> {
+pub(super) async fn get(mut address: SocketAddr, path: &str) -> anyhow::Result<String> {
     if address.ip().is_unspecified() {
         let loopback = if address.is_ipv4() { "127.0.0.1" } else { "::1" };
         address.set_ip(loopback.parse()?);

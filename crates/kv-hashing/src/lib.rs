@@ -77,24 +77,29 @@ impl HashSpace {
     ///
     /// `media` are the multimodal hashes inside the block; they are sorted first, so their order does not matter.
     pub fn block(self, tokens: &[u32], media: &[u64]) -> BlockHash {
-        // 512 bytes hold the largest common block (64 tokens) and 32 media hashes; more spills to the heap.
-        let mut bytes: SmallVec<[u8; 512]> = SmallVec::with_capacity(tokens.len() * 4 + media.len() * 8);
-        for token in tokens {
-            bytes.extend_from_slice(&token.to_le_bytes());
-        }
+        // 128 words hold the largest common block (64 tokens) and 32 media hashes; more spills to the heap.
+        let mut words: SmallVec<[[u8; 4]; 128]> = tokens.iter().map(|token| token.to_le_bytes()).collect();
         if !media.is_empty() {
             let mut sorted = media.to_vec();
             sorted.sort_unstable();
             for hash in sorted {
-                bytes.extend_from_slice(&hash.to_le_bytes());
+                words.extend_from_slice(hash.to_le_bytes().as_chunks().0);
             }
         }
-        BlockHash(xxh3_64_with_seed(&bytes, self.seed))
+        BlockHash(xxh3_64_with_seed(words.as_flattened(), self.seed))
     }
 
     /// Hashes of the full blocks of `tokens`; a last partial block has none. Cost: about 0.5 ns a token.
     pub fn blocks(self, tokens: &[u32], size: BlockSize) -> Vec<BlockHash> {
-        tokens.chunks_exact(size.get()).map(|block| self.block(block, &[])).collect()
+        // Converted many blocks at a time, which compiles to a copy; 4 KiB of tokens stay in the first-level cache.
+        let piece = size.get() * (1024 / size.get()).max(1);
+        let mut hashes = Vec::with_capacity(size.full_blocks(tokens.len()));
+        for piece in tokens.chunks(piece) {
+            let words: Vec<[u8; 4]> = piece.iter().map(|token| token.to_le_bytes()).collect();
+            let blocks = words.as_flattened().chunks_exact(4 * size.get());
+            hashes.extend(blocks.map(|block| BlockHash(xxh3_64_with_seed(block, self.seed))));
+        }
+        hashes
     }
 
     /// Like [`Self::blocks`] for EAGLE-style draft models: windows of `size + 1` tokens, one block apart.

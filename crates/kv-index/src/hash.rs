@@ -29,6 +29,10 @@ impl Hasher for FoldHasher {
         }
     }
 
+    fn write_u32(&mut self, value: u32) {
+        self.write_u64(u64::from(value));
+    }
+
     fn write_u64(&mut self, value: u64) {
         // An odd constant close to 2^64 over the golden ratio; both halves of the product are folded together.
         let product = u128::from(self.0 ^ value) * 0x9e37_79b9_7f4a_7c15;

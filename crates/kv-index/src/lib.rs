@@ -1,15 +1,32 @@
 //! Which worker (rank, tier) holds which KV block: events in, overlap out.
 //!
-//! Pure: no clock, socket, task or wire format. `event` is the vocabulary; `local` is what one worker knows of itself; `prefix`
-//! is what a router knows of all of them;
-//! `hash` is the hasher of their tables.
-#![forbid(unsafe_code)]
+//! Pure: no clock, socket, task or wire format. `event` is the vocabulary and `overlap` the answers; `local` is what one worker
+//! knows of itself; `tree` is what a router knows of all of them, and `predicted` what it guesses without events; `reference` is
+//! the obvious index that `tree` is tested against; `hash` is the hasher of their tables.
+#![deny(unsafe_code)]
 
 pub mod event;
 pub mod hash;
+#[cfg(test)]
+mod histories;
+pub mod index;
 pub mod local;
-pub mod prefix;
+pub mod overlap;
+pub mod predicted;
+pub mod reference;
+pub mod tree;
 
 pub use event::{EngineHash, KvEvent, KvEventData, StoredBlock, Tier, WorkerId, WorkerRank};
 pub use hash::HashBuilder;
-pub use prefix::{Applied, Overlaps, PrefixIndex, TierBlocks};
+pub use index::KvIndex;
+pub use overlap::{Applied, Overlaps, TierBlocks};
+pub use reference::PrefixIndex;
+
+/// Most blocks of one rank, over all tiers, unless its index is told otherwise: 64 Mi tokens in blocks of 16. A broken
+/// engine costs at most 4 Mi × 25 bytes = 105 MB.
+pub const MAX_RANK_BLOCKS: usize = 4 << 20;
+
+/// Where [`MAX_RANK_BLOCKS`] used to be.
+pub mod prefix {
+    pub use crate::MAX_RANK_BLOCKS;
+}

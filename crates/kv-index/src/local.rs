@@ -20,6 +20,8 @@ pub use snapshot::Snapshot;
 /// frame: 4,096 blocks are about 172 KB of msgpack (42 bytes each).
 pub const MAX_EVENT_BLOCKS: usize = 4096;
 
+const TIERS: [Tier; 4] = [Tier::Device, Tier::Host, Tier::Disk, Tier::Shared];
+
 /// How much history a ring keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingLimits {
@@ -116,6 +118,21 @@ impl LocalIndexer {
         }
     }
 
+    /// Whether this very block is held.
+    pub fn holds(&self, tier: Tier, engine: EngineHash) -> bool {
+        self.tiers[tier as usize].contains_key(&engine)
+    }
+
+    /// Blocks that are held, from a place on that `seed` chooses: at most `most`, all different. The tables' order is random, so
+    /// neighbours have nothing to do with each other. Cost: a walk of about 1 ns for each block that is held.
+    pub fn draw(&self, seed: u64, most: usize) -> Vec<(Tier, EngineHash)> {
+        let all =
+            || TIERS.into_iter().zip(&self.tiers).flat_map(|(tier, held)| held.keys().map(move |key| (tier, *key)));
+        let blocks = self.blocks();
+        let start = ((u128::from(seed) * blocks as u128) >> 64) as usize;
+        all().skip(start).chain(all()).take(most.min(blocks)).collect()
+    }
+
     /// What a reader needs that wants the events from `start` to `end`, inclusive, or up to now without `end`.
     ///
     /// A `start` beyond the next event is the cursor of another life of this worker, and is answered with a dump, too.
@@ -133,7 +150,7 @@ impl LocalIndexer {
     /// The whole state. Cost: a copy of 40 bytes a block; the rest of the work is [`Snapshot::into_events`].
     pub fn dump(&self) -> Snapshot {
         let mut blocks = Vec::with_capacity(self.blocks());
-        for (tier, held) in [Tier::Device, Tier::Host, Tier::Disk, Tier::Shared].into_iter().zip(&self.tiers) {
+        for (tier, held) in TIERS.into_iter().zip(&self.tiers) {
             blocks.extend(held.iter().map(|(&engine, held)| snapshot::Entry {
                 tier,
                 block: StoredBlock { engine, local: held.local },

@@ -32,6 +32,9 @@ pub enum StorageTier {
     Disk,
     /// A pool shared by several workers.
     External,
+    /// One that this build does not know: its events are numbered like all others, and mean nothing else here.
+    #[serde(other)]
+    Unknown,
 }
 
 /// An event with its number.
@@ -100,6 +103,19 @@ mod tests {
         assert_eq!(event.event.data, KvCacheEventData::Stored(stored));
         let packed = rmp_serde::to_vec_named(&event).expect("serializable");
         assert_eq!(rmp_serde::from_slice::<RouterEvent>(&packed).expect("own output"), event);
+    }
+
+    #[test]
+    fn a_tier_of_a_later_version_is_read_as_unknown() {
+        for tier in ["device", "host_pinned", "tape"] {
+            let text =
+                format!(r#"{{"worker_id":1,"storage_tier":"{tier}","event":{{"event_id":0,"data":"cleared"}}}}"#);
+            let event: RouterEvent = serde_json::from_str(&text).expect("readable");
+            assert_eq!(event.storage_tier == StorageTier::Unknown, tier == "tape");
+            let packed = rmp_serde::to_vec_named(&serde_json::from_str::<serde_json::Value>(&text).expect("JSON"));
+            let again: RouterEvent = rmp_serde::from_slice(&packed.expect("serializable")).expect("readable");
+            assert_eq!(again, event);
+        }
     }
 
     #[test]

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+use kv_hashing::{BlockSize, HashSpace, sequence_hashes};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
@@ -145,6 +146,20 @@ pub struct ArmatureCard {
     /// The worker takes no new requests.
     #[serde(default)]
     pub draining: bool,
+    /// What this worker makes of [`block_hash_probe`]'s tokens; empty where it does not say. A router that hashes otherwise
+    /// would find nothing in its events.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub block_hash_probe: Vec<u64>,
+    /// The worker answers `KvSample` on the request plane.
+    #[serde(default)]
+    pub answers_samples: bool,
+}
+
+/// Block hashes of a fixed sequence of tokens, plain and in a hash space: equal on both sides if they hash alike.
+pub fn block_hash_probe(size: BlockSize) -> Vec<u64> {
+    let tokens: Vec<u32> = (0..2 * size.get() as u32).map(|at| at.wrapping_mul(7919) % 131_071).collect();
+    let spaces = [HashSpace::default(), HashSpace::new(Some("adapter"), Some("namespace"))];
+    spaces.into_iter().flat_map(|space| sequence_hashes(&space.blocks(&tokens, size))).map(|hash| hash.0).collect()
 }
 
 /// Names of the artifacts in [`ArmatureCard::artifacts`].
@@ -221,6 +236,15 @@ mod tests {
     #[test]
     fn instance_ids_equal_the_peers() {
         assert_eq!(instance_id("my-pod-0"), 6120456604145318);
+    }
+
+    #[test]
+    fn the_probe_tells_hashes_apart() {
+        let probe = |tokens| block_hash_probe(BlockSize::new(tokens).expect("not zero"));
+        assert_eq!(probe(16), probe(16));
+        assert_ne!(probe(16), probe(32));
+        let different: std::collections::BTreeSet<u64> = probe(16).into_iter().collect();
+        assert_eq!(different.len(), 4, "two blocks in two spaces");
     }
 
     #[test]

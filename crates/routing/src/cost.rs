@@ -11,6 +11,8 @@
 
 use kv_index::TierBlocks;
 
+use crate::setting::{self, SettingError};
+
 /// Weights of the formula.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CostConfig {
@@ -41,36 +43,72 @@ impl Default for CostConfig {
     }
 }
 
-/// A weight outside its range.
-#[derive(Clone, Debug, thiserror::Error, PartialEq)]
-#[error("{name} must be {range}, not {value}")]
-pub struct CostConfigError {
-    /// The field.
-    pub name: &'static str,
-    /// What is allowed.
-    pub range: &'static str,
-    /// What was given.
-    pub value: f64,
-}
-
 impl CostConfig {
     /// Refuses weights outside their ranges.
-    pub fn validate(&self) -> Result<(), CostConfigError> {
-        let credit = self.overlap_score_credit;
-        if !(0.0..=1.0).contains(&credit) {
-            return Err(CostConfigError { name: "overlap_score_credit", range: "from 0 to 1", value: credit });
-        }
-        let rest = [
-            ("host_cache_hit_weight", self.host_cache_hit_weight),
-            ("disk_cache_hit_weight", self.disk_cache_hit_weight),
-            ("shared_cache_multiplier", self.shared_cache_multiplier),
-            ("prefill_load_scale", self.prefill_load_scale),
-            ("temperature", self.temperature),
-        ];
-        match rest.into_iter().find(|(_, value)| !(value.is_finite() && *value >= 0.0)) {
-            Some((name, value)) => Err(CostConfigError { name, range: "a number of at least 0", value }),
-            None => Ok(()),
-        }
+    pub fn validate(&self) -> Result<(), SettingError> {
+        setting::share("overlap_score_credit", self.overlap_score_credit)?;
+        setting::not_negative("host_cache_hit_weight", self.host_cache_hit_weight)?;
+        setting::not_negative("disk_cache_hit_weight", self.disk_cache_hit_weight)?;
+        setting::not_negative("shared_cache_multiplier", self.shared_cache_multiplier)?;
+        setting::not_negative("prefill_load_scale", self.prefill_load_scale)?;
+        setting::not_negative("temperature", self.temperature)
+    }
+}
+
+/// What one request wants of the weights; what it does not name stays as configured.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct CostOverrides {
+    /// See [`CostConfig::overlap_score_credit`].
+    pub overlap_score_credit: Option<f64>,
+    /// See [`CostConfig::host_cache_hit_weight`].
+    pub host_cache_hit_weight: Option<f64>,
+    /// See [`CostConfig::disk_cache_hit_weight`].
+    pub disk_cache_hit_weight: Option<f64>,
+    /// See [`CostConfig::shared_cache_multiplier`].
+    pub shared_cache_multiplier: Option<f64>,
+    /// See [`CostConfig::prefill_load_scale`].
+    pub prefill_load_scale: Option<f64>,
+    /// See [`CostConfig::temperature`].
+    pub temperature: Option<f64>,
+}
+
+impl CostOverrides {
+    /// Whether nothing is overridden.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// The weights of the request; checked as the settings are.
+    pub fn apply(&self, config: &CostConfig) -> Result<CostConfig, SettingError> {
+        let own = CostConfig {
+            overlap_score_credit: self.overlap_score_credit.unwrap_or(config.overlap_score_credit),
+            host_cache_hit_weight: self.host_cache_hit_weight.unwrap_or(config.host_cache_hit_weight),
+            disk_cache_hit_weight: self.disk_cache_hit_weight.unwrap_or(config.disk_cache_hit_weight),
+            shared_cache_multiplier: self.shared_cache_multiplier.unwrap_or(config.shared_cache_multiplier),
+            prefill_load_scale: self.prefill_load_scale.unwrap_or(config.prefill_load_scale),
+            temperature: self.temperature.unwrap_or(config.temperature),
+        };
+        own.validate().map(|()| own)
+    }
+}
+
+/// What the blocks of each tier take off the prefill, in blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Credits {
+    /// For blocks in device memory.
+    pub device: f64,
+    /// For blocks in host memory.
+    pub host: f64,
+    /// For blocks on disk.
+    pub disk: f64,
+    /// For blocks of a shared pool beyond those.
+    pub shared: f64,
+}
+
+impl Credits {
+    /// Their sum.
+    pub fn total(&self) -> f64 {
+        self.device + self.host + self.disk + self.shared
     }
 }
 
@@ -81,8 +119,10 @@ pub struct Terms {
     pub prefill_blocks: f64,
     /// What the worker holds of the prompt.
     pub overlap: TierBlocks,
-    /// What that takes off the prefill.
-    pub credits: f64,
+    /// Blocks that it would find in a shared pool after those it holds itself.
+    pub shared_beyond: u32,
+    /// What all that takes off the prefill.
+    pub credits: Credits,
     /// Prefill after credits, ≥ 0.
     pub adjusted_prefill_blocks: f64,
     /// Blocks in use on the worker if the request ran there.
@@ -91,16 +131,32 @@ pub struct Terms {
     pub cost: f64,
 }
 
+/// Blocks that a worker would find in a shared pool beyond those it holds itself. `pool_blocks` is the prompt's leading run
+/// in a pool that every worker reads, 0 where there is none.
+#[inline]
+pub fn shared_beyond(overlap: TierBlocks, pool_blocks: u32) -> u32 {
+    overlap.shared.max(pool_blocks.saturating_sub(overlap.device + overlap.host + overlap.disk))
+}
+
 impl Terms {
     /// Evaluates the formula.
-    pub fn new(config: &CostConfig, prefill_blocks: f64, overlap: TierBlocks, decode_blocks: f64) -> Self {
-        let credits = config.overlap_score_credit * f64::from(overlap.device)
-            + config.host_cache_hit_weight * f64::from(overlap.host)
-            + config.disk_cache_hit_weight * f64::from(overlap.disk)
-            + config.shared_cache_multiplier * f64::from(overlap.shared);
-        let adjusted_prefill_blocks = (prefill_blocks - credits).max(0.0);
+    #[inline]
+    pub fn new(
+        config: &CostConfig,
+        prefill_blocks: f64,
+        overlap: TierBlocks,
+        shared_beyond: u32,
+        decode_blocks: f64,
+    ) -> Self {
+        let credits = Credits {
+            device: config.overlap_score_credit * f64::from(overlap.device),
+            host: config.host_cache_hit_weight * f64::from(overlap.host),
+            disk: config.disk_cache_hit_weight * f64::from(overlap.disk),
+            shared: config.shared_cache_multiplier * f64::from(shared_beyond),
+        };
+        let adjusted_prefill_blocks = (prefill_blocks - credits.total()).max(0.0);
         let cost = config.prefill_load_scale * adjusted_prefill_blocks + decode_blocks;
-        Self { prefill_blocks, overlap, credits, adjusted_prefill_blocks, decode_blocks, cost }
+        Self { prefill_blocks, overlap, shared_beyond, credits, adjusted_prefill_blocks, decode_blocks, cost }
     }
 }
 
@@ -116,7 +172,7 @@ mod tests {
     fn the_documents_own_example() {
         let config = CostConfig::default();
         let costs =
-            [(2, 10.0), (5, 5.0), (8, 9.0)].map(|(o, decode)| Terms::new(&config, 10.0, device(o), decode).cost);
+            [(2, 10.0), (5, 5.0), (8, 9.0)].map(|(o, decode)| Terms::new(&config, 10.0, device(o), 0, decode).cost);
         assert_eq!(costs, [18.0, 10.0, 11.0]);
     }
 
@@ -124,10 +180,20 @@ mod tests {
     fn every_tier_has_its_own_credit_and_prefill_never_turns_negative() {
         let config = CostConfig { shared_cache_multiplier: 0.5, prefill_load_scale: 2.0, ..CostConfig::default() };
         let overlap = TierBlocks { device: 3, host: 4, disk: 8, shared: 2 };
-        let terms = Terms::new(&config, 12.0, overlap, 7.0);
-        assert_eq!(terms.credits, 3.0 + 3.0 + 2.0 + 1.0);
+        let terms = Terms::new(&config, 12.0, overlap, 2, 7.0);
+        assert_eq!(terms.credits, Credits { device: 3.0, host: 3.0, disk: 2.0, shared: 1.0 });
         assert_eq!((terms.adjusted_prefill_blocks, terms.cost), (3.0, 13.0));
-        assert_eq!(Terms::new(&config, 5.0, overlap, 7.0).cost, 7.0);
+        assert_eq!(Terms::new(&config, 5.0, overlap, 2, 7.0).cost, 7.0);
+    }
+
+    #[test]
+    fn a_shared_pool_counts_only_beyond_what_the_worker_holds() {
+        let own = TierBlocks { device: 3, host: 2, disk: 1, shared: 0 };
+        assert_eq!(shared_beyond(own, 10), 4);
+        assert_eq!(shared_beyond(own, 6), 0);
+        assert_eq!(shared_beyond(own, 0), 0);
+        assert_eq!(shared_beyond(TierBlocks::default(), 10), 10);
+        assert_eq!(shared_beyond(TierBlocks { device: 1, shared: 4, ..own }, 0), 4, "what its own events announced");
     }
 
     #[test]
@@ -137,5 +203,17 @@ mod tests {
         let bad = CostConfig { temperature: f64::NAN, ..CostConfig::default() };
         assert_eq!(bad.validate().unwrap_err().name, "temperature");
         assert_eq!(CostConfig::default().validate(), Ok(()));
+    }
+
+    #[test]
+    fn a_request_overrides_what_it_names_within_the_same_ranges() {
+        let config = CostConfig { prefill_load_scale: 3.0, ..CostConfig::default() };
+        let overrides = CostOverrides { temperature: Some(0.5), overlap_score_credit: Some(0.0), ..Default::default() };
+        let own = overrides.apply(&config).expect("valid");
+        assert_eq!((own.temperature, own.overlap_score_credit, own.prefill_load_scale), (0.5, 0.0, 3.0));
+        assert!(!overrides.is_empty() && CostOverrides::default().is_empty());
+        assert_eq!(CostOverrides::default().apply(&config), Ok(config));
+        let bad = CostOverrides { host_cache_hit_weight: Some(-1.0), ..Default::default() };
+        assert_eq!(bad.apply(&config).unwrap_err().name, "host_cache_hit_weight");
     }
 }

@@ -1,17 +1,23 @@
 //! Filter, score, pick; and, for whoever asks, how each worker came out.
 //!
-//! A decision computes only what it needs: the turns and the dice look at no costs.
+//! One pass looks at every worker once, in order of rank, with what it holds and what runs there. `decide` and `explain` are the
+//! same pass, so that an explanation is what a decision at that moment would be. `pick` chooses among those that are left.
+
+mod pick;
 
 use std::collections::HashMap;
 
 use rand::Rng;
-use rand::seq::IndexedRandom;
 
-use kv_index::{Overlaps, WorkerId, WorkerRank};
+use kv_hashing::BlockSize;
+use kv_index::{Overlaps, TierBlocks, WorkerId, WorkerRank};
 
-use crate::cost::{CostConfig, Terms};
-use crate::load::{ActiveLoad, Prompt};
-use crate::worker::{Worker, WorkerSet};
+use crate::cost::{CostConfig, Terms, shared_beyond};
+use crate::filter::{BusyThresholds, Exclusion, LeftOut, Refusal, Request, exclusion};
+use crate::load::{ActiveLoad, RankView};
+use crate::setting::{self, SettingError};
+use crate::worker::{Roles, Worker, WorkerSet};
+pub use pick::Pick;
 
 /// How a worker is picked among those that could serve.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -23,52 +29,109 @@ pub enum Mode {
     RoundRobin,
     /// Any.
     Random,
+    /// Of two taken at random, the one with fewer requests.
+    PowerOfTwo,
+    /// The one with the fewest requests.
+    LeastLoaded,
+    /// The one that the request names.
+    Direct,
 }
 
-/// What is to be placed.
-#[derive(Clone, Copy, Debug)]
-pub struct Request<'a> {
-    /// The model asked for.
-    pub model: &'a str,
-    /// Its prompt.
-    pub prompt: &'a Prompt,
-    /// Only this worker will do.
-    pub pinned: Option<WorkerId>,
-    /// Workers that failed this request already, or cannot be reached.
-    pub excluded: &'a [WorkerId],
+impl Mode {
+    /// Its name, as flags and labels have it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Kv => "kv",
+            Self::RoundRobin => "round-robin",
+            Self::Random => "random",
+            Self::PowerOfTwo => "power-of-two",
+            Self::LeastLoaded => "least-loaded",
+            Self::Direct => "direct",
+        }
+    }
 }
 
-/// Why a worker was left out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Exclusion {
-    /// It serves another model.
-    OtherModel,
-    /// The request is pinned to another worker.
-    NotPinned,
-    /// It takes nothing new.
-    Draining,
-    /// It failed this request already, or cannot be reached.
-    Excluded,
+/// Settings of a [`Selector`].
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct SelectorConfig {
+    /// How to pick.
+    pub mode: Mode,
+    /// Weights of the cost.
+    pub cost: CostConfig,
+    /// From what load a worker is left out.
+    pub busy: BusyThresholds,
+    /// A request has to wait when the active prompt tokens of all workers that could take it exceed this share of the most
+    /// tokens in one step of their engines, ≥ 0. Absent: it never waits.
+    pub queue_threshold: Option<f64>,
 }
 
-/// What a request finds in a worker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
-    /// It could go there.
-    Eligible,
-    /// It could not.
-    Out(Exclusion),
+impl SelectorConfig {
+    /// Refuses settings outside their ranges.
+    pub fn validate(&self) -> Result<(), SettingError> {
+        self.cost.validate()?;
+        self.busy.validate()?;
+        self.queue_threshold.map_or(Ok(()), |share| setting::not_negative("queue_threshold", share))
+    }
 }
 
-/// One worker in an explanation.
+/// One worker as a request finds it: all that its cost is computed from. 64 bytes, so that every decision can be recorded.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Scored {
+pub struct Candidate {
     /// The rank.
     pub rank: WorkerRank,
-    /// Whether the request could go there.
-    pub verdict: Verdict,
-    /// Its cost; absent when it was left out.
-    pub terms: Option<Terms>,
+    /// Why it was left out.
+    pub exclusion: Option<Exclusion>,
+    /// What it holds of the prompt. Unknown (0) here and below for whom was left out for another reason than being busy.
+    pub overlap: TierBlocks,
+    /// See [`Terms::shared_beyond`].
+    pub shared_beyond: u32,
+    /// What runs there.
+    pub load: RankView,
+    /// Blocks in use if the request ran there.
+    pub potential_blocks: u32,
+    /// What is compared; infinite for whom was left out.
+    pub cost: f64,
+}
+
+impl Candidate {
+    /// Nothing is known yet.
+    const UNKNOWN: Self = Self {
+        rank: WorkerRank { worker: WorkerId(0), dp_rank: 0 },
+        exclusion: None,
+        overlap: TierBlocks { device: 0, host: 0, disk: 0, shared: 0 },
+        shared_beyond: 0,
+        load: RankView { active_blocks: 0, prefill_tokens: 0, requests: 0 },
+        potential_blocks: 0,
+        cost: f64::INFINITY,
+    };
+
+    /// Every term of its cost; none for whom was left out. `prompt_tokens`: length of the request's prompt.
+    pub fn terms(&self, config: &CostConfig, prompt_tokens: usize, block_size: BlockSize) -> Option<Terms> {
+        self.exclusion.is_none().then(|| self.evaluate(&Formula::new(config, prompt_tokens, block_size)))
+    }
+
+    fn evaluate(&self, formula: &Formula) -> Terms {
+        formula.terms(self.load.prefill_tokens, self.overlap, self.shared_beyond, self.potential_blocks)
+    }
+}
+
+/// The cost formula of one request: what is the same for every worker, once.
+struct Formula {
+    config: CostConfig,
+    prompt_tokens: f64,
+    block_size: f64,
+}
+
+impl Formula {
+    fn new(config: &CostConfig, prompt_tokens: usize, block_size: BlockSize) -> Self {
+        Self { config: *config, prompt_tokens: prompt_tokens as f64, block_size: block_size.get() as f64 }
+    }
+
+    #[inline]
+    fn terms(&self, active_prefill_tokens: u32, overlap: TierBlocks, shared_beyond: u32, blocks: u32) -> Terms {
+        let prefill = (f64::from(active_prefill_tokens) + self.prompt_tokens) / self.block_size;
+        Terms::new(&self.config, prefill, overlap, shared_beyond, f64::from(blocks))
+    }
 }
 
 /// A choice.
@@ -78,43 +141,73 @@ pub struct Decision {
     pub rank: WorkerRank,
     /// Its cost.
     pub terms: Terms,
+    /// What ran there.
+    pub load: RankView,
+    /// How many workers it was chosen among.
+    pub eligible: u32,
+    /// How it was picked.
+    pub pick: Pick,
 }
 
-/// Why nobody was chosen.
-#[derive(Clone, Copy, Debug, thiserror::Error, PartialEq, Eq)]
-pub enum Refusal {
-    /// No worker serves the model.
-    #[error("no worker serves the model")]
-    NoWorker,
-    /// The pinned worker does not serve the model.
-    #[error("worker {} does not serve the model", .0.0)]
-    UnknownPin(WorkerId),
-    /// Workers serve it, but each is draining or excluded.
-    #[error("every worker that serves the model is draining or excluded")]
-    AllOut,
+/// How every worker came out for a request, and what followed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Explanation {
+    /// How it was picked.
+    pub mode: Mode,
+    /// The weights.
+    pub cost: CostConfig,
+    /// Length of the prompt.
+    pub prompt_tokens: usize,
+    /// Tokens per block.
+    pub block_size: BlockSize,
+    /// Every worker, in order of rank.
+    pub candidates: Vec<Candidate>,
+    /// The choice, or why there is none.
+    pub outcome: Result<Decision, Refusal>,
+}
+
+impl Explanation {
+    /// Every worker, with the terms of its cost unless it was left out.
+    pub fn rows(&self) -> impl ExactSizeIterator<Item = (&Candidate, Option<Terms>)> {
+        self.candidates.iter().map(|row| (row, row.terms(&self.cost, self.prompt_tokens, self.block_size)))
+    }
 }
 
 /// Models with a turn of their own. Beyond that many all begin again: turns are cheap to lose.
 const TURNS: usize = 1024;
 
-/// Picks workers. Holds nothing but its settings and whose turn it is.
-#[derive(Clone, Debug, Default)]
+/// Picks workers. Holds nothing but its settings, whose turn it is, and the workspace of its last decision.
+#[derive(Debug, Default)]
 pub struct Selector {
-    /// How to pick.
-    pub mode: Mode,
-    /// Weights of the cost.
-    pub cost: CostConfig,
-    /// Whose turn it is, by model: the order of one must not depend on the requests of another.
-    turns: HashMap<String, usize>,
+    config: SelectorConfig,
+    /// Who had the last turn, by model and set of roles: the order of one must not depend on the requests of another.
+    turns: HashMap<String, [Option<WorkerRank>; Roles::SETS]>,
+    work: Workspace,
+}
+
+/// What a decision computes on its way; kept, so that the next one need not allocate.
+#[derive(Debug, Default)]
+struct Workspace {
+    candidates: Vec<Candidate>,
+    /// Places of those left, in `candidates`.
+    eligible: Vec<u32>,
+    depths: Vec<u32>,
+    /// Of those left, what they are compared by.
+    values: Vec<f64>,
 }
 
 impl Selector {
-    /// A selector; the weights must be valid ([`CostConfig::validate`]).
-    pub fn new(mode: Mode, cost: CostConfig) -> Self {
-        Self { mode, cost, turns: HashMap::new() }
+    /// A selector; the settings must be valid ([`SelectorConfig::validate`]).
+    pub fn new(config: SelectorConfig) -> Self {
+        Self { config, ..Self::default() }
     }
 
-    /// Decides where `request` runs. Cost: linear in the workers, a few lookups each.
+    /// Its settings.
+    pub fn config(&self) -> &SelectorConfig {
+        &self.config
+    }
+
+    /// Decides where `request` runs. Cost: linear in the workers, some 10 ns each; nothing is allocated.
     pub fn decide(
         &mut self,
         workers: &WorkerSet,
@@ -123,136 +216,155 @@ impl Selector {
         load: &ActiveLoad,
         rng: &mut impl Rng,
     ) -> Result<Decision, Refusal> {
-        let mut eligible = Vec::with_capacity(workers.len());
-        let mut out = LeftOut::default();
-        for worker in workers.iter() {
-            match exclusion(worker, request) {
-                Some(reason) => out.note(reason),
-                None => eligible.push(worker.rank),
-            }
+        let mut work = std::mem::take(&mut self.work);
+        let outcome = self.evaluate(&mut work, workers, request, overlaps, load, rng);
+        self.work = work;
+        if let Ok(Decision { rank, pick: Pick::Turn, .. }) = outcome {
+            self.take_turn(request, rank);
         }
-        if eligible.is_empty() {
-            return Err(out.refusal(request));
-        }
-        let (rank, terms) = match self.mode {
-            Mode::Kv => {
-                let terms = |&rank| self.terms(rank, request.prompt, overlaps, load);
-                let costs: Vec<Terms> = eligible.iter().map(terms).collect();
-                let at = match self.cost.temperature {
-                    t if t > 0.0 => sample(&costs, t, rng),
-                    _ => lowest(&costs, rng),
-                };
-                (eligible[at], costs[at])
-            }
-            Mode::RoundRobin => {
-                let rank = eligible[self.turn(request.model) % eligible.len()];
-                (rank, self.terms(rank, request.prompt, overlaps, load))
-            }
-            Mode::Random => {
-                let rank = eligible[rng.random_range(0..eligible.len())];
-                (rank, self.terms(rank, request.prompt, overlaps, load))
-            }
-        };
-        Ok(Decision { rank, terms })
+        outcome
     }
 
-    /// How every worker comes out for `request`, in order of rank: what a decision at this moment would go by.
+    /// How each worker came out in the last decision, in order of rank.
+    pub fn candidates(&self) -> &[Candidate] {
+        &self.work.candidates
+    }
+
+    /// How every worker comes out for `request`: what [`Self::decide`] would do now with the same randomness. Changes nothing.
     pub fn explain(
         &self,
         workers: &WorkerSet,
         request: &Request<'_>,
         overlaps: &Overlaps,
         load: &ActiveLoad,
-    ) -> Vec<Scored> {
-        let score = |worker: &Worker| {
-            let (verdict, terms) = match exclusion(worker, request) {
-                Some(reason) => (Verdict::Out(reason), None),
-                None => (Verdict::Eligible, Some(self.terms(worker.rank, request.prompt, overlaps, load))),
-            };
-            Scored { rank: worker.rank, verdict, terms }
-        };
-        workers.iter().map(score).collect()
+        rng: &mut impl Rng,
+    ) -> Explanation {
+        let mut work = Workspace::default();
+        let outcome = self.evaluate(&mut work, workers, request, overlaps, load, rng);
+        self.explanation(request, work.candidates, outcome)
     }
 
-    fn turn(&mut self, model: &str) -> usize {
-        if let Some(turn) = self.turns.get_mut(model) {
-            *turn = turn.wrapping_add(1);
-            return *turn;
+    /// Puts together what is known of a decision about `request`.
+    pub(crate) fn explanation(
+        &self,
+        request: &Request<'_>,
+        candidates: Vec<Candidate>,
+        outcome: Result<Decision, Refusal>,
+    ) -> Explanation {
+        Explanation {
+            mode: self.config.mode,
+            cost: request.cost.unwrap_or(self.config.cost),
+            prompt_tokens: request.prompt.tokens,
+            block_size: request.prompt.block_size,
+            candidates,
+            outcome,
+        }
+    }
+
+    fn evaluate(
+        &self,
+        work: &mut Workspace,
+        workers: &WorkerSet,
+        request: &Request<'_>,
+        overlaps: &Overlaps,
+        load: &ActiveLoad,
+        rng: &mut impl Rng,
+    ) -> Result<Decision, Refusal> {
+        let cost = request.cost.unwrap_or(self.config.cost);
+        let formula = Formula::new(&cost, request.prompt.tokens, request.prompt.block_size);
+        let saturated = self.survey(work, &formula, workers, request, overlaps, load)?;
+        if self.config.mode == Mode::Direct && request.pinned.is_none() {
+            return Err(Refusal::NeedsTarget);
+        }
+        if saturated {
+            return Err(Refusal::Saturated);
+        }
+        let Workspace { candidates, eligible, values, .. } = work;
+        let mut among = pick::Among { candidates, eligible, values };
+        let (at, pick) = match self.config.mode {
+            Mode::Kv if cost.temperature > 0.0 => among.softmax(cost.temperature, rng),
+            Mode::Kv => among.lowest(rng),
+            Mode::RoundRobin => among.next_after(self.last_turn(request)),
+            Mode::Random => among.any(rng),
+            Mode::PowerOfTwo => among.less_loaded_of_two(rng),
+            Mode::LeastLoaded => among.least_loaded(rng),
+            // A worker may have several ranks.
+            Mode::Direct => among.named(rng),
+        };
+        let Candidate { rank, load, .. } = candidates[at];
+        let terms = candidates[at].evaluate(&formula);
+        Ok(Decision { rank, terms, load, eligible: eligible.len() as u32, pick })
+    }
+
+    /// Looks at every worker. Returns whether all that are left have too many prompt tokens to take another now.
+    fn survey(
+        &self,
+        work: &mut Workspace,
+        formula: &Formula,
+        workers: &WorkerSet,
+        request: &Request<'_>,
+        overlaps: &Overlaps,
+        active: &ActiveLoad,
+    ) -> Result<bool, Refusal> {
+        let Workspace { candidates, eligible, depths, .. } = work;
+        candidates.clear();
+        candidates.reserve(workers.len());
+        eligible.clear();
+        let watches = self.config.busy.any();
+        let mut loads = active.survey(request.prompt, depths);
+        let mut held = overlaps.iter().peekable();
+        let mut left_out = LeftOut::default();
+        let mut saturated = true;
+        for (worker, serves) in workers.serving(request.model) {
+            let rank = worker.rank;
+            if let Some(reason) = exclusion(worker, serves, request) {
+                left_out.note(reason);
+                candidates.push(Candidate { rank, exclusion: Some(reason), ..Candidate::UNKNOWN });
+                continue;
+            }
+            while held.next_if(|(other, _)| *other < rank).is_some() {}
+            let overlap = held.next_if(|(other, _)| *other == rank).map_or(TierBlocks::default(), |(_, blocks)| blocks);
+            let (load, potential_blocks) = loads.at(rank);
+            let shared_beyond = shared_beyond(overlap, request.shared_blocks);
+            let exclusion = if watches { self.busy(worker, load, active) } else { None };
+            let mut cost = f64::INFINITY;
+            match exclusion {
+                Some(reason) => left_out.note(reason),
+                None => {
+                    cost = formula.terms(load.prefill_tokens, overlap, shared_beyond, potential_blocks).cost;
+                    saturated &= self.is_saturated(worker, load);
+                    eligible.push(candidates.len() as u32);
+                }
+            }
+            candidates.push(Candidate { rank, exclusion, overlap, shared_beyond, load, potential_blocks, cost });
+        }
+        if eligible.is_empty() { Err(left_out.refusal(request)) } else { Ok(saturated) }
+    }
+
+    fn busy(&self, worker: &Worker, load: RankView, active: &ActiveLoad) -> Option<Exclusion> {
+        self.config.busy.exceeded(worker, load, active.reported(worker.rank))
+    }
+
+    fn is_saturated(&self, worker: &Worker, load: RankView) -> bool {
+        let limits = self.config.queue_threshold.zip(worker.max_batched_tokens);
+        limits.is_some_and(|(share, batch)| f64::from(load.prefill_tokens) > share * f64::from(batch))
+    }
+
+    fn last_turn(&self, request: &Request<'_>) -> Option<WorkerRank> {
+        self.turns.get(request.model)?[request.roles.index()]
+    }
+
+    fn take_turn(&mut self, request: &Request<'_>, rank: WorkerRank) {
+        let at = request.roles.index();
+        if let Some(turns) = self.turns.get_mut(request.model) {
+            turns[at] = Some(rank);
+            return;
         }
         if self.turns.len() >= TURNS {
             self.turns.clear();
         }
-        self.turns.insert(model.to_owned(), 0);
-        0
+        self.turns.entry(request.model.to_owned()).or_default()[at] = Some(rank);
     }
-
-    fn terms(&self, rank: WorkerRank, prompt: &Prompt, overlaps: &Overlaps, load: &ActiveLoad) -> Terms {
-        let prefill = (load.prefill_tokens(rank) + prompt.tokens) as f64 / prompt.block_size.get() as f64;
-        Terms::new(&self.cost, prefill, overlaps.get(rank), load.potential_blocks(rank, prompt) as f64)
-    }
-}
-
-fn exclusion(worker: &Worker, request: &Request<'_>) -> Option<Exclusion> {
-    if *worker.model != *request.model {
-        return Some(Exclusion::OtherModel);
-    }
-    if request.pinned.is_some_and(|pin| pin != worker.rank.worker) {
-        return Some(Exclusion::NotPinned);
-    }
-    if worker.draining {
-        return Some(Exclusion::Draining);
-    }
-    request.excluded.contains(&worker.rank.worker).then_some(Exclusion::Excluded)
-}
-
-/// Why workers were left out, as far as a refusal depends on it.
-#[derive(Default)]
-struct LeftOut {
-    /// Draining or excluded: it would have done.
-    unavailable: bool,
-    not_pinned: bool,
-}
-
-impl LeftOut {
-    fn note(&mut self, reason: Exclusion) {
-        match reason {
-            Exclusion::Draining | Exclusion::Excluded => self.unavailable = true,
-            Exclusion::NotPinned => self.not_pinned = true,
-            Exclusion::OtherModel => {}
-        }
-    }
-
-    fn refusal(&self, request: &Request<'_>) -> Refusal {
-        match request.pinned {
-            _ if self.unavailable => Refusal::AllOut,
-            Some(pin) if self.not_pinned => Refusal::UnknownPin(pin),
-            _ => Refusal::NoWorker,
-        }
-    }
-}
-
-/// The place of one of those with the lowest cost, each as likely.
-fn lowest(costs: &[Terms], rng: &mut impl Rng) -> usize {
-    let least = costs.iter().map(|terms| terms.cost).fold(f64::INFINITY, f64::min);
-    let ties: Vec<usize> = (0..costs.len()).filter(|&at| costs[at].cost <= least).collect();
-    ties.choose(rng).copied().unwrap_or(0)
-}
-
-/// Softmax over costs scaled to 0..1: weight = exp(-(cost - least) / ((most - least) * temperature)). Returns a place.
-fn sample(costs: &[Terms], temperature: f64, rng: &mut impl Rng) -> usize {
-    let least = costs.iter().map(|terms| terms.cost).fold(f64::INFINITY, f64::min);
-    let spread = costs.iter().map(|terms| terms.cost).fold(f64::NEG_INFINITY, f64::max) - least;
-    // Equal costs are equally likely; a spread of 0 would divide 0 by 0.
-    let scale = if spread > 0.0 { spread * temperature } else { 1.0 };
-    let weights: Vec<f64> = costs.iter().map(|terms| (-(terms.cost - least) / scale).exp()).collect();
-    let mut left = rng.random::<f64>() * weights.iter().sum::<f64>();
-    for (at, weight) in weights.iter().enumerate() {
-        left -= weight;
-        if left < 0.0 {
-            return at;
-        }
-    }
-    weights.len() - 1
 }
 
 #[cfg(test)]

@@ -6,20 +6,25 @@
 {{ .Values.serviceAccount.name | default (include "armature.name" .) }}
 {{- end }}
 
+{{- /* Whether PodMonitors are wanted and known. */ -}}
+{{- define "armature.podMonitor" -}}
+{{- if and .Values.metrics.podMonitor.enabled (.Capabilities.APIVersions.Has "monitoring.coreos.com/v1/PodMonitor") }}true{{ end }}
+{{- end }}
+
 {{- define "armature.image" -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
 {{- define "armature.selector" -}}
 app.kubernetes.io/name: armature
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: operator
 {{- end }}
 
 {{- define "armature.labels" -}}
 {{ include "armature.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- end }}
 

@@ -1,4 +1,5 @@
-//! The routers of a deployment: their Deployment, the clients' Service, and what they may read.
+//! The routers of a deployment: their Deployment, the clients' Service, the one by which they find each other, and what they
+//! may read.
 
 use crds::label;
 use crds::model_deployment::Router;
@@ -10,12 +11,14 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference}
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::pod::{self, Access, rule};
-use super::{Part, name, revision, rolling};
+use super::{Part, name, revision, rolling, router_flags};
 use crate::config::Settings;
 use crate::validate::ValidDeployment;
 
 /// Port of the OpenAI API, in pods and on the Service.
 pub const HTTP_PORT: i32 = 8000;
+/// Port on which a router tells the others what it books.
+pub const SYNC_PORT: i32 = 9002;
 /// Seconds a router keeps serving after its end was asked for, so that no proxy sends new connections to a closed port.
 const PRE_STOP_S: i64 = 3;
 /// Seconds a router gets to finish its streams once it has stopped accepting requests.
@@ -60,6 +63,29 @@ pub(super) fn service(deployment: &ValidDeployment<'_>, owner: &OwnerReference) 
     }
 }
 
+/// Headless, so that routers find each other by its EndpointSlices: those that are not ready, too, since a router is ready only
+/// once it has heard of the others' requests.
+pub(super) fn peers(deployment: &ValidDeployment<'_>, owner: &OwnerReference) -> Service {
+    let part = part(deployment);
+    Service {
+        metadata: part.meta(name::routers(&deployment.name), &deployment.namespace, owner),
+        spec: Some(ServiceSpec {
+            cluster_ip: Some("None".into()),
+            publish_not_ready_addresses: Some(true),
+            selector: Some(part.selector()),
+            ports: Some(vec![ServicePort {
+                name: Some("sync".into()),
+                port: SYNC_PORT,
+                target_port: Some(IntOrString::String("sync".into())),
+                protocol: Some("TCP".into()),
+                ..Default::default()
+            }]),
+            ..Default::default()
+        }),
+        status: None,
+    }
+}
+
 /// The router pods.
 pub(super) fn deployment(deployment: &ValidDeployment<'_>, settings: &Settings, owner: &OwnerReference) -> Deployment {
     let part = part(deployment);
@@ -73,7 +99,7 @@ pub(super) fn deployment(deployment: &ValidDeployment<'_>, settings: &Settings, 
         pull_policy,
         args(deployment, &router),
         &router.extra_env,
-        &[("http", HTTP_PORT)],
+        &[("http", HTTP_PORT), ("sync", SYNC_PORT)],
     );
     container.resources = router.resources.as_ref().and_then(|resources| resources.requirements());
     container.lifecycle = Some(Lifecycle {
@@ -101,23 +127,9 @@ fn args(deployment: &ValidDeployment<'_>, router: &Router) -> Vec<String> {
         format!("--namespace={}", deployment.namespace),
         format!("--deployment={}", deployment.name),
         format!("--drain-timeout-s={DRAIN_S}"),
+        format!("--router-service={}", name::routers(&deployment.name)),
+        format!("--sync-port={SYNC_PORT}"),
     ];
-    if let Some(mode) = router.mode {
-        args.push(format!("--router-mode={}", mode.as_str()));
-    }
-    let numbers = [
-        ("router-kv-overlap-score-credit", router.overlap_score_credit),
-        ("router-host-cache-hit-weight", router.host_cache_hit_weight),
-        ("router-disk-cache-hit-weight", router.disk_cache_hit_weight),
-        ("router-prefill-load-scale", router.prefill_load_scale),
-        ("router-temperature", router.temperature),
-    ];
-    args.extend(numbers.into_iter().filter_map(|(flag, value)| value.map(|value| format!("--{flag}={value}"))));
-    match router.kv_events {
-        Some(true) => args.push("--router-kv-events".into()),
-        Some(false) => args.push("--no-router-kv-events".into()),
-        None => {}
-    }
-    args.extend(router.extra_args.iter().cloned());
+    args.extend(router_flags(router));
     args
 }

@@ -36,7 +36,9 @@ fn full() -> ModelDeployment {
             "model": {"name": "smollm2", "source": "file:///models/smollm2.gguf"},
             "router": {
                 "replicas": 2, "mode": "kv", "overlapScoreCredit": 0.9, "hostCacheHitWeight": 0.5, "diskCacheHitWeight": 0,
-                "prefillLoadScale": 2, "temperature": 0.25, "kvEvents": false,
+                "prefillLoadScale": 2, "temperature": 0.25, "kvEvents": false, "replicaSync": false,
+                "assumeKvReuse": true, "trackOutputBlocks": false, "activeDecodeBlocksThreshold": 0.9,
+                "queueThreshold": 1.5, "queuePolicy": "wspt", "queueLimit": 100, "queueTimeoutSeconds": 30,
                 "resources": {"requests": {"cpu": "500m"}}, "extraArgs": ["--verbose"],
                 "extraEnv": [{"name": "RUST_LOG", "value": "debug"}, {"name": "POD_IP", "value": "::1"}],
             },

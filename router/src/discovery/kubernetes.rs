@@ -5,7 +5,7 @@
 //! Three watches, each restarted for ever; the first view waits for all three lists, and each list replaces what was known.
 
 mod join;
-mod store;
+pub(crate) mod store;
 
 use std::time::Duration;
 
@@ -30,8 +30,13 @@ const READ: Duration = Duration::from_secs(70);
 const QUIET: Duration = Duration::from_millis(20);
 
 /// A client from the pod's service account or the kubeconfig.
-pub(super) async fn client() -> Result<Client, DiscoveryError> {
-    let mut config = Config::infer().await.map_err(|e| DiscoveryError::Kubernetes(e.to_string()))?;
+pub(crate) async fn client() -> Result<Client, DiscoveryError> {
+    // Its source is the kubeconfig's error; its own text adds only that the variables of a pod are missing.
+    let mut config = Config::infer().await.map_err(|error| {
+        DiscoveryError::NoCluster(
+            std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string),
+        )
+    })?;
     config.connect_timeout = Some(CONNECT);
     config.read_timeout = Some(READ);
     Client::try_from(config).map_err(|e| DiscoveryError::Kubernetes(e.to_string()))
@@ -71,6 +76,7 @@ pub(super) async fn run(client: Client, namespace: Option<String>, deployment: O
                 name: &worker.name,
                 metadata: &worker.metadata,
                 since: worker.since,
+                lapsed: false,
             }));
         }
     }

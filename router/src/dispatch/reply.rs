@@ -4,9 +4,8 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use kv_hashing::SequenceHash;
-use kv_index::{PrefixIndex, WorkerRank};
-use parking_lot::RwLock;
+use kv_hashing::BlockHash;
+use kv_index::WorkerRank;
 use protocol::request_plane::{Output, server_frame};
 use tokio::time::{Instant, Sleep, sleep};
 
@@ -14,6 +13,7 @@ use super::booking::Booking;
 use super::{failure, stage};
 use crate::backend::{DispatchError, StreamItem};
 use crate::config::Deadlines;
+use crate::index::Indexer;
 use crate::request_plane::Stream;
 use crate::workers::Life;
 
@@ -44,8 +44,8 @@ pub(super) struct Expected {
     /// Blocks that the index gave the rank when it was chosen.
     pub(super) blocks: u32,
     /// The prompt's first block: a rank that holds any prefix of it holds this one.
-    pub(super) first_block: SequenceHash,
-    pub(super) index: Arc<RwLock<PrefixIndex>>,
+    pub(super) first_block: BlockHash,
+    pub(super) index: Arc<Indexer>,
 }
 
 impl Reply {
@@ -96,8 +96,9 @@ impl futures::Stream for Reply {
 impl Expected {
     /// Reuse that was not expected may only mean that the events came after the decision: the index is asked again, now.
     fn compare(self, life: &Life, output: &Output) {
+        life.prefilled(output);
         if output.reused_blocks > 0 {
-            life.compare_reuse(self.blocks > 0 || self.index.read().holds(self.rank, self.first_block));
+            life.compare_reuse(self.blocks > 0 || self.index.holds(self.rank, &[self.first_block]));
         }
     }
 }

@@ -10,21 +10,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 use super::FrontendConfig;
+use super::pace::{PacedBody, StreamExecutor};
 use super::routes::Frontend;
 use super::socket::ClientSocket;
 use crate::backend::Backend;
 
 /// How HTTP/1 and HTTP/2 are spoken.
-pub(super) fn builder(config: &FrontendConfig) -> Builder<TokioExecutor> {
+pub(super) fn builder(config: &FrontendConfig) -> Builder<StreamExecutor> {
     let header_timeout = Duration::from_secs(config.header_timeout_s);
-    let mut builder = Builder::new(TokioExecutor::new());
+    let mut builder = Builder::new(StreamExecutor { limit: Duration::from_secs(config.write_timeout_s) });
     builder.http1().timer(TokioTimer::new()).header_read_timeout(header_timeout);
     builder
         .http2()
@@ -39,7 +40,7 @@ pub(super) fn builder(config: &FrontendConfig) -> Builder<TokioExecutor> {
 pub(super) async fn serve<B: Backend>(
     stream: TcpStream,
     frontend: Arc<Frontend<B>>,
-    builder: Builder<TokioExecutor>,
+    builder: Builder<StreamExecutor>,
     shutdown: CancellationToken,
     kill: CancellationToken,
 ) {
@@ -58,7 +59,7 @@ pub(super) async fn serve<B: Backend>(
     let service = service_fn(|request| {
         requested.store(true, Ordering::Relaxed);
         let frontend = frontend.clone();
-        async move { Ok::<_, Infallible>(frontend.handle(request).await) }
+        async move { Ok::<_, Infallible>(frontend.handle(request).await.map(PacedBody::new)) }
     });
     let mut connection = pin!(builder.serve_connection(TokioIo::new(socket), service));
     let mut deadline = pin!(sleep_until(first_request));

@@ -15,6 +15,7 @@ use super::metrics::RequestGuard;
 use super::routes::{Frontend, error_response, json_response};
 use crate::backend::{Backend, RouteOptions, ServedModel};
 use crate::openai::error::ApiError;
+use crate::openai::routing::{BodyHints, HeaderHints};
 use crate::openai::{Endpoint, parse, request};
 use crate::preprocess::{Prepared, prepare};
 use crate::stream::choice::{Choice, Echo};
@@ -22,15 +23,15 @@ use crate::stream::encode::{Encoder, Usage};
 use crate::stream::events::EventStream;
 use crate::stream::whole;
 
-/// Name of the worker, in answers; instance id of the worker wanted, in requests.
-const WORKER: HeaderName = HeaderName::from_static("x-armature-worker");
+/// Name of the worker, in answers.
+pub(super) const WORKER: HeaderName = HeaderName::from_static("x-armature-worker");
 /// Instance id of the worker.
-const WORKER_ID: HeaderName = HeaderName::from_static("x-armature-worker-id");
+pub(super) const WORKER_ID: HeaderName = HeaderName::from_static("x-armature-worker-id");
 /// Prompt blocks reused.
-const REUSED_BLOCKS: HeaderName = HeaderName::from_static("x-armature-reused-blocks");
+pub(super) const REUSED_BLOCKS: HeaderName = HeaderName::from_static("x-armature-reused-blocks");
 
 /// Bodies above this are read and tokenized on a blocking thread: about 1 ms of work.
-const INLINE_BYTES: usize = 32 << 10;
+pub(super) const INLINE_BYTES: usize = 32 << 10;
 
 impl<B: Backend> Frontend<B> {
     /// Serves one request of a generating endpoint.
@@ -56,13 +57,16 @@ impl<B: Backend> Frontend<B> {
         guard: &mut Option<RequestGuard>,
     ) -> Result<Response<ResponseBody>, ApiError> {
         check_content_type(request.headers())?;
-        let options = route_options(request.headers())?;
-        let timeout = Duration::from_secs(self.config.body_timeout_s);
-        let (body, limit) = (request.into_body(), self.config.body_limit_bytes);
-        let mut room = self.admission.body(body::expected(&body, limit)?)?;
-        let body = body::read(body, limit, timeout).await?;
-        room.shrink(body.len());
+        let hints = HeaderHints::read(request.headers())?;
+        if let Some(proxy) = self.backend.proxy() {
+            let options = hints.with(BodyHints::default())?;
+            return self.forward(proxy, request, (endpoint, options), guard).await;
+        }
+        let (head, incoming) = request.into_parts();
+        let mut room = self.admission.room();
+        let body = body::read(&head.headers, incoming, &self.config, &mut room).await?;
         let (served, prepared) = self.admit(body, room, endpoint).await?;
+        let options = hints.with(prepared.params.routing.clone())?;
         let prompts: Vec<usize> = prepared.prompts.iter().map(|tokens| tokens.len()).collect();
         if let Some(guard) = guard {
             guard.admitted(&served.card.display_name, prompts.iter().sum());
@@ -119,10 +123,10 @@ impl<B: Backend> Frontend<B> {
     }
 
     /// Reads, checks and tokenizes a body; no worker is involved yet.
-    async fn admit(
+    pub(super) async fn admit(
         &self,
         body: Bytes,
-        room: Room,
+        mut room: Room,
         endpoint: Endpoint,
     ) -> Result<(Arc<ServedModel>, Prepared), ApiError> {
         let (backend, max_choices) = (self.backend.clone(), self.config.max_choices);
@@ -130,7 +134,8 @@ impl<B: Backend> Frontend<B> {
         let large = job.is_some();
         // The work goes on when the client leaves, so it is the work that takes the room.
         let work = move || {
-            let _room = (room, job);
+            let _job = job;
+            room.hold_values(&body)?;
             let request: request::Request = parse::parse(&body)?;
             let served = served_model(&*backend, &request)?;
             let prepared = prepare(&served, &request, endpoint, max_choices)?;
@@ -158,7 +163,7 @@ fn served_model(backend: &impl Backend, request: &request::Request) -> Result<Ar
     })
 }
 
-fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
+pub(super) fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
     let Some(kind) = headers.get(CONTENT_TYPE) else { return Ok(()) };
     let kind = kind.to_str().unwrap_or_default();
     let essence = kind.split(';').next().unwrap_or_default().trim();
@@ -166,14 +171,6 @@ fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
         return Ok(());
     }
     Err(ApiError::invalid("content-type", format!("content-type must be application/json, not {kind:?}")))
-}
-
-fn route_options(headers: &HeaderMap) -> Result<RouteOptions, ApiError> {
-    let Some(wanted) = headers.get(&WORKER) else { return Ok(RouteOptions::default()) };
-    match wanted.to_str().ok().and_then(|id| id.trim().parse().ok()) {
-        Some(id) => Ok(RouteOptions { pinned_worker: Some(id), ..RouteOptions::default() }),
-        None => Err(ApiError::invalid("x-armature-worker", "x-armature-worker must be the instance id of a worker")),
-    }
 }
 
 /// When even the head could not wait for a worker, it names none.

@@ -202,6 +202,11 @@ impl RequestGuard {
         self.tokens += count;
     }
 
+    /// So many tokens came in one piece: it tells nothing of when each was ready.
+    pub fn whole(&mut self, tokens: usize) {
+        self.tokens += tokens;
+    }
+
     /// The answer is complete.
     pub fn usage(&mut self, usage: &Usage) {
         if let Some((_, model)) = &self.model {

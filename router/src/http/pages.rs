@@ -39,7 +39,10 @@ pub(super) fn health(backend: &impl Backend, ready: bool) -> (bool, String) {
         (true, false) => "no models",
         (false, false) => "not ready",
     };
-    (healthy, json!({"status": status, "models": models}).to_string())
+    let warnings = backend.warnings();
+    let warnings: Vec<Value> =
+        warnings.iter().map(|warning| json!({"worker": warning.worker, "kv_events": warning.reason})).collect();
+    (healthy, json!({"status": status, "models": models, "warnings": warnings}).to_string())
 }
 
 /// `GET /metrics`.

@@ -21,7 +21,7 @@ use crate::openai::error::ApiError;
 pub(super) struct Frontend<B> {
     pub(super) backend: Arc<B>,
     pub(super) config: FrontendConfig,
-    pub(super) admission: Admission,
+    pub(super) admission: Arc<Admission>,
     pub(super) metrics: Arc<FrontendMetrics>,
     pub(super) registry: Arc<Registry>,
     /// The server is going down: not ready.
@@ -38,8 +38,10 @@ const MAX_REQUEST_ID: usize = 128;
 
 impl<B: Backend> Frontend<B> {
     /// Answers one request.
-    pub(super) async fn handle(&self, request: Request<Incoming>) -> Response<ResponseBody> {
+    pub(super) async fn handle(&self, mut request: Request<Incoming>) -> Response<ResponseBody> {
         let id = request_id(&request);
+        // Servers behind us call the request the same.
+        request.headers_mut().insert(REQUEST_ID, id.clone());
         let mut response = self.route(request).await;
         response.headers_mut().insert(REQUEST_ID, id);
         response
@@ -52,7 +54,8 @@ impl<B: Backend> Frontend<B> {
         let allowed = match path {
             "/v1/chat/completions" if post => return self.generate(request, Endpoint::Chat).await,
             "/v1/completions" if post => return self.generate(request, Endpoint::Completions).await,
-            "/v1/chat/completions" | "/v1/completions" => "POST",
+            "/v1/route/explain" if post => return self.explain(request).await,
+            "/v1/chat/completions" | "/v1/completions" | "/v1/route/explain" => "POST",
             _ => match self.page(path) {
                 Some(response) if get => return response,
                 Some(_) => "GET",
@@ -84,6 +87,7 @@ impl<B: Backend> Frontend<B> {
                 Err(error) => error_response(&error),
             },
             "/v1/models" => json_response(StatusCode::OK, pages::models(backend)),
+            _ if path.starts_with("/debug/decisions/") => self.decisions(&path["/debug/decisions/".len()..]),
             _ => match pages::model(backend, path.strip_prefix("/v1/models/")?) {
                 Ok(body) => json_response(StatusCode::OK, body),
                 Err(error) => error_response(&error),

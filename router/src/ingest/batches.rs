@@ -8,14 +8,14 @@ use kv_index::{KvEvent, KvEventData};
 const BLOCKS: usize = 1024;
 
 /// The events in order, in batches of at most [`BLOCKS`] blocks; an event of more is cut, with the same meaning and number.
-pub(super) struct Batches {
+pub(crate) struct Batches {
     events: std::vec::IntoIter<KvEvent>,
     /// What comes before `events`.
     cut: VecDeque<KvEvent>,
 }
 
 impl Batches {
-    pub(super) fn of(events: Vec<KvEvent>) -> Self {
+    pub(crate) fn of(events: Vec<KvEvent>) -> Self {
         Self { events: events.into_iter(), cut: VecDeque::new() }
     }
 }

@@ -56,6 +56,8 @@ pub(super) struct Cursor {
     next: u64,
     recent: VecDeque<(u64, u64)>,
     held: VecDeque<KvEvent>,
+    /// What is held was sent by an earlier life of the engine.
+    stale: bool,
     phase: Phase,
     echo_until: Option<Instant>,
     /// Since when heartbeats have been ahead of the events: the time at which that is a loss.
@@ -166,7 +168,8 @@ impl Cursor {
     }
 
     /// A range came: returns the events to apply. One that does not continue where the cursor stands, or that ends before it,
-    /// comes from another life of the engine: then the whole state is wanted.
+    /// comes from another life of the engine: then the whole state is wanted. So it is when the worker does not have all that was
+    /// asked for: the event behind it, which made us ask, is not the worker's any more.
     pub(super) fn ranged(&mut self, events: Vec<KvEvent>, last: Option<u64>, now: Instant) -> Vec<KvEvent> {
         let start = self.next;
         let mut fresh = Vec::with_capacity(events.len());
@@ -177,8 +180,9 @@ impl Cursor {
             self.advance(&event);
             fresh.push(event);
         }
+        self.stale = matches!(self.phase, Phase::Recovering(Wish::Range { end: Some(end), .. }) if self.next <= end);
         self.live_again(now);
-        if last.map_or(0, |id| id + 1) != self.next {
+        if self.stale || last.map_or(0, |id| id + 1) != self.next {
             self.phase = Phase::Wishing(Wish::Dump);
         }
         fresh
@@ -187,13 +191,19 @@ impl Cursor {
     /// The events held back during a recovery, to be taken again, those left out that it contained.
     pub(super) fn release(&mut self) -> VecDeque<KvEvent> {
         let mut held = std::mem::take(&mut self.held);
-        held.retain(|event| event.id >= self.next);
+        let stale = std::mem::take(&mut self.stale);
+        held.retain(|event| event.id >= self.next && !stale);
         held
     }
 
     /// Whether nothing is known to be missing.
     pub(super) fn is_live(&self) -> bool {
         self.phase == Phase::Live
+    }
+
+    /// Number of the first event that has not been taken.
+    pub(super) fn next(&self) -> u64 {
+        self.next
     }
 
     /// Events held back.

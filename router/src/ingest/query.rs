@@ -1,13 +1,17 @@
-//! Asks a worker's local indexer for events or for its whole state, over the request plane.
+//! Asks a worker's local indexer for events, for its whole state or for a few blocks, over the request plane.
 
 use std::time::Duration;
 
-use kv_index::KvEvent;
+use kv_index::{EngineHash, KvEvent, Tier};
 use protocol::event_plane::{EventFrameError, decode_events};
-use protocol::request_plane::{ClientFrame, KvQuery, client_frame, kv_answer::Kind, server_frame};
+use protocol::request_plane::{
+    ClientFrame, KvBlock, KvQuery, KvSample, KvSampled, client_frame, kv_answer::Kind, server_frame,
+};
 use tokio::time::timeout;
 
 use super::wire;
+use crate::index::Block;
+use crate::metrics::CoreMetrics;
 use crate::request_plane::{Client, OpenError};
 
 /// Longest wait for each part of an answer.
@@ -23,6 +27,17 @@ pub(super) struct Answer {
     pub(super) dump: bool,
     /// In order.
     pub(super) events: Vec<KvEvent>,
+    /// The newest event that the answer includes.
+    pub(super) last_event_id: Option<u64>,
+}
+
+/// What a worker says of a few blocks.
+#[derive(Debug)]
+pub(super) struct Sampled {
+    /// For each of the blocks asked for, whether it holds them.
+    pub(super) held: Vec<bool>,
+    /// Some that it holds, at random.
+    pub(super) drawn: Vec<Block>,
     /// The newest event that the answer includes.
     pub(super) last_event_id: Option<u64>,
 }
@@ -52,6 +67,7 @@ pub(super) async fn ask(
     dp_rank: u32,
     start: Option<u64>,
     end: Option<u64>,
+    metrics: &CoreMetrics,
 ) -> Result<Answer, QueryError> {
     let query = KvQuery { dp_rank, start, end };
     let mut frame = ClientFrame { stream_id: 0, body: Some(client_frame::Body::KvQuery(query)) };
@@ -69,11 +85,38 @@ pub(super) async fn ask(
             return Err(QueryError::TooLarge);
         }
         if !part.events.is_empty() {
-            events.extend(decode_events(&part.events)?.into_iter().map(wire::event));
+            events.extend(decode_events(&part.events)?.into_iter().map(|event| wire::event(event, metrics)));
         }
         if part.end {
             let dump = part.kind() == Kind::Dump;
             return Ok(Answer { dump, events, last_event_id: part.last_event_id });
         }
     }
+}
+
+/// Asks which of `blocks` the worker holds, and for `draw` blocks at random.
+pub(super) async fn sample(
+    client: &Client,
+    dp_rank: u32,
+    blocks: &[Block],
+    draw: usize,
+) -> Result<Sampled, QueryError> {
+    let asked = blocks.iter().map(|(tier, engine)| KvBlock { tier: *tier as u32, engine_hash: engine.0 });
+    let sample = KvSample { dp_rank, blocks: asked.collect(), draw: draw as u32 };
+    let mut frame = ClientFrame { stream_id: 0, body: Some(client_frame::Body::KvSample(sample)) };
+    let mut stream = client.open(&mut frame).await?;
+    match timeout(PART, stream.next()).await.map_err(|_| QueryError::Deadline)? {
+        Some(server_frame::Body::KvSampled(KvSampled { held, drawn, last_event_id })) => {
+            let known = drawn.into_iter().filter_map(|block| Some((tier(block.tier)?, EngineHash(block.engine_hash))));
+            Ok(Sampled { held, drawn: known.collect(), last_event_id })
+        }
+        Some(server_frame::Body::Failed(failed)) => Err(QueryError::Refused(failed.message)),
+        Some(_) => Err(QueryError::Unexpected),
+        None => Err(QueryError::Lost(stream.lost_reason())),
+    }
+}
+
+/// A tier by its number on the wire, which is that of its declaration.
+fn tier(number: u32) -> Option<Tier> {
+    [Tier::Device, Tier::Host, Tier::Disk, Tier::Shared].into_iter().find(|tier| *tier as u32 == number)
 }

@@ -115,7 +115,7 @@ async fn read(
             continue;
         };
         errors = 0;
-        match decode(&message.into_vec(), worker) {
+        match decode(&message.into_vec(), worker, metrics) {
             Ok(message) => out.send(message).await.map_err(|_| Ended)?,
             Err(reason) => {
                 metrics.events_refused.get_or_create(&ReasonLabels { reason }).inc();
@@ -126,7 +126,7 @@ async fn read(
 }
 
 /// Reads topic, publisher id, sequence and envelope. The error is the label under which it is counted.
-fn decode(parts: &[Bytes], worker: u64) -> Result<Message, &'static str> {
+fn decode(parts: &[Bytes], worker: u64, metrics: &CoreMetrics) -> Result<Message, &'static str> {
     let [topic, publisher, _sequence, envelope] = parts else { return Err("malformed") };
     if **publisher != worker.to_be_bytes() {
         return Err("another worker");
@@ -135,7 +135,7 @@ fn decode(parts: &[Bytes], worker: u64) -> Result<Message, &'static str> {
     if topic.as_ref() == KV_EVENTS.as_bytes() {
         let events = decode_events(&envelope.payload).map_err(|_| "malformed")?;
         let ours = events.into_iter().filter(|event| event.worker_id == worker);
-        Ok(Message::Events(ours.map(wire::event).collect()))
+        Ok(Message::Events(ours.map(|event| wire::event(event, metrics)).collect()))
     } else if topic.as_ref() == KV_METRICS.as_bytes() {
         let load = decode_load(&envelope.payload).map_err(|_| "malformed")?;
         if load.worker_id == worker { Ok(Message::Load(load)) } else { Err("another worker") }

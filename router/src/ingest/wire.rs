@@ -4,15 +4,25 @@ use kv_hashing::BlockHash;
 use kv_index::{EngineHash, KvEvent, KvEventData, StoredBlock, Tier};
 use protocol::kv_event::{KvCacheEventData, RouterEvent, StorageTier};
 
-/// What a wire event means.
-pub(super) fn event(event: RouterEvent) -> KvEvent {
-    let tier = match event.storage_tier {
-        StorageTier::Device => Tier::Device,
-        StorageTier::HostPinned => Tier::Host,
-        StorageTier::Disk => Tier::Disk,
-        StorageTier::External => Tier::Shared,
+use crate::metrics::{CoreMetrics, ReasonLabels};
+
+/// What a wire event means. One of a tier that this build does not know keeps its number, so that it leaves no gap, and changes
+/// nothing, which is counted.
+pub(crate) fn event(event: RouterEvent, metrics: &CoreMetrics) -> KvEvent {
+    let known = match event.storage_tier {
+        StorageTier::Device => Some(Tier::Device),
+        StorageTier::HostPinned => Some(Tier::Host),
+        StorageTier::Disk => Some(Tier::Disk),
+        StorageTier::External => Some(Tier::Shared),
+        StorageTier::Unknown => None,
     };
+    let tier = known.unwrap_or_default();
     let data = match event.event.data {
+        KvCacheEventData::Cleared => KvEventData::Cleared,
+        _ if known.is_none() => {
+            metrics.events_refused.get_or_create(&ReasonLabels { reason: "unknown medium" }).inc();
+            KvEventData::Removed { blocks: Vec::new() }
+        }
         KvCacheEventData::Stored(stored) => KvEventData::Stored {
             parent: stored.parent_hash.map(EngineHash),
             blocks: stored
@@ -24,7 +34,6 @@ pub(super) fn event(event: RouterEvent) -> KvEvent {
         KvCacheEventData::Removed(removed) => {
             KvEventData::Removed { blocks: removed.block_hashes.into_iter().map(EngineHash).collect() }
         }
-        KvCacheEventData::Cleared => KvEventData::Cleared,
     };
     KvEvent { id: event.event.event_id, dp_rank: event.event.dp_rank, tier, data }
 }

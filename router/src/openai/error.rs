@@ -52,6 +52,11 @@ impl ApiError {
         ApiError { code: Some("context_length_exceeded"), ..ApiError::invalid(param, message) }
     }
 
+    /// 404: nothing is known of the request asked about.
+    pub fn unknown_request(message: String) -> ApiError {
+        ApiError { status: StatusCode::NOT_FOUND, label: "not_found", ..ApiError::bad_request(message) }
+    }
+
     /// 404: no such model.
     pub fn model_not_found(model: &str) -> ApiError {
         ApiError {
@@ -84,6 +89,22 @@ impl ApiError {
         ApiError {
             status: StatusCode::PAYLOAD_TOO_LARGE,
             ..ApiError::bad_request(format!("request body is over the limit of {limit} bytes"))
+        }
+    }
+
+    /// 413: too many values, however small.
+    pub fn too_many_values(limit: usize) -> ApiError {
+        ApiError {
+            status: StatusCode::PAYLOAD_TOO_LARGE,
+            ..ApiError::bad_request(format!("request body is over the limit of {limit} JSON values and names"))
+        }
+    }
+
+    /// 408: the body has stopped arriving.
+    pub fn body_stalled() -> ApiError {
+        ApiError {
+            status: StatusCode::REQUEST_TIMEOUT,
+            ..ApiError::bad_request("request body arrives too slowly, or has stopped")
         }
     }
 
@@ -149,6 +170,7 @@ impl From<DispatchError> for ApiError {
 pub fn classify(error: &DispatchError) -> (StatusCode, &'static str, Option<&'static str>, &'static str) {
     match error {
         DispatchError::NoWorker { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("no_worker"), "no_worker"),
+        DispatchError::Busy { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("workers_busy"), "busy"),
         DispatchError::UnknownWorker(_) => {
             (StatusCode::BAD_REQUEST, INVALID, Some("unknown_worker"), "invalid_request")
         }
@@ -157,6 +179,9 @@ pub fn classify(error: &DispatchError) -> (StatusCode, &'static str, Option<&'st
         }
         DispatchError::Invalid(_) => (StatusCode::BAD_REQUEST, INVALID, None, "invalid_request"),
         DispatchError::Worker { .. } => (StatusCode::BAD_GATEWAY, SERVER, Some("worker_failed"), "worker_failed"),
+        DispatchError::ShuttingDown(_) => {
+            (StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("shutting_down"), "shutting_down")
+        }
         DispatchError::Deadline { .. } => {
             (StatusCode::GATEWAY_TIMEOUT, "timeout_error", Some("deadline_exceeded"), "deadline")
         }

@@ -8,8 +8,10 @@ use std::collections::HashMap;
 use std::fmt;
 
 use serde::Deserialize;
-use serde::de::{Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
+
+use super::routing::NvExt;
 
 /// Body of `POST /v1/chat/completions` or `POST /v1/completions`.
 #[derive(Debug, Default, Deserialize)]
@@ -56,28 +58,85 @@ pub struct Request {
     pub stream_options: Option<StreamOptions>,
     pub cache_salt: Option<String>,
     pub priority: Option<i32>,
+    pub nvext: Option<NvExt>,
     // refused when they ask for something
     pub modalities: Option<Vec<String>>,
-    pub audio: Option<Value>,
-    pub functions: Option<Value>,
-    pub function_call: Option<Value>,
-    pub prediction: Option<Value>,
-    pub web_search_options: Option<Value>,
-    pub store: Option<Value>,
-    pub chat_template: Option<Value>,
-    pub continue_final_message: Option<Value>,
-    pub guided_json: Option<Value>,
-    pub guided_regex: Option<Value>,
-    pub guided_choice: Option<Value>,
-    pub guided_grammar: Option<Value>,
-    pub structured_outputs: Option<Value>,
-    pub use_beam_search: Option<Value>,
-    pub truncate_prompt_tokens: Option<Value>,
-    pub prompt_logprobs: Option<Value>,
-    pub allowed_token_ids: Option<Value>,
-    pub bad_words: Option<Value>,
-    pub return_token_ids: Option<Value>,
-    pub return_tokens_as_token_ids: Option<Value>,
+    pub audio: Asks,
+    pub functions: Asks,
+    pub function_call: Asks,
+    pub prediction: Asks,
+    pub web_search_options: Asks,
+    pub store: Asks,
+    pub chat_template: Asks,
+    pub continue_final_message: Asks,
+    pub guided_json: Asks,
+    pub guided_regex: Asks,
+    pub guided_choice: Asks,
+    pub guided_grammar: Asks,
+    pub structured_outputs: Asks,
+    pub use_beam_search: Asks,
+    pub truncate_prompt_tokens: Asks,
+    pub prompt_logprobs: Asks,
+    pub allowed_token_ids: Asks,
+    pub bad_words: Asks,
+    pub return_token_ids: Asks,
+    pub return_tokens_as_token_ids: Asks,
+}
+
+/// A field that is refused when it asks for something: all that is kept of it is whether it does. Absent, null, false and an
+/// empty list do not.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Asks(pub bool);
+
+impl<'de> Deserialize<'de> for Asks {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Asks, D::Error> {
+        struct AsksVisitor;
+        impl<'de> Visitor<'de> for AsksVisitor {
+            type Value = Asks;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("anything")
+            }
+
+            fn visit_unit<E>(self) -> Result<Asks, E> {
+                Ok(Asks(false))
+            }
+
+            fn visit_bool<E>(self, flag: bool) -> Result<Asks, E> {
+                Ok(Asks(flag))
+            }
+
+            fn visit_i64<E>(self, _: i64) -> Result<Asks, E> {
+                Ok(Asks(true))
+            }
+
+            fn visit_u64<E>(self, _: u64) -> Result<Asks, E> {
+                Ok(Asks(true))
+            }
+
+            fn visit_f64<E>(self, _: f64) -> Result<Asks, E> {
+                Ok(Asks(true))
+            }
+
+            fn visit_str<E>(self, _: &str) -> Result<Asks, E> {
+                Ok(Asks(true))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Asks, A::Error> {
+                let mut asks = false;
+                while seq.next_element::<IgnoredAny>()?.is_some() {
+                    asks = true;
+                }
+                Ok(Asks(asks))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Asks, A::Error> {
+                while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+                Ok(Asks(true))
+            }
+        }
+        deserializer.deserialize_any(AsksVisitor)
+    }
 }
 
 /// `stream_options`.
@@ -239,6 +298,26 @@ mod tests {
         assert_eq!(read("[1, 2]").expect("valid"), Prompt::Tokens(vec![vec![1, 2]]));
         assert_eq!(read("[[1], [2]]").expect("valid"), Prompt::Tokens(vec![vec![1], vec![2]]));
         assert!(read("[1, [2]]").is_err() && read("[-1]").is_err() && read("{}").is_err());
+    }
+
+    #[test]
+    fn of_a_refused_field_only_what_it_asks_is_kept() {
+        for (json, asks) in [
+            ("null", false),
+            ("false", false),
+            ("[]", false),
+            ("true", true),
+            ("0", true),
+            ("-1.5", true),
+            ("\"\"", true),
+            ("[[]]", true),
+            ("{}", true),
+            (r#"{"a": [{"b": 1}]}"#, true),
+        ] {
+            let request: Request = serde_json::from_str(&format!(r#"{{"audio": {json}}}"#)).expect("valid");
+            assert_eq!(request.audio, Asks(asks), "{json}");
+        }
+        assert_eq!(Request::default().store, Asks(false));
     }
 
     #[test]

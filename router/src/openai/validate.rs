@@ -7,7 +7,8 @@ use serde_json::Value;
 
 use super::Endpoint;
 use super::error::ApiError;
-use super::request::{Logprobs, Message, MessageContent, Request, StopStrings};
+use super::request::{Asks, Logprobs, Message, MessageContent, Request, StopStrings};
+use super::routing::BodyHints;
 
 /// Most stop strings of a request. OpenAI allows 4, vLLM any number; the text held back grows with them.
 pub const MAX_STOP_STRINGS: usize = 16;
@@ -53,12 +54,19 @@ pub struct Params {
     pub priority: i32,
     /// Part of the block hashes; empty: none.
     pub cache_namespace: String,
+    /// Where it may run, and when.
+    pub routing: BodyHints,
 }
 
 impl Params {
     /// Checks everything but the prompt's tokens. `max_choices` bounds `n`.
     pub fn check(request: &Request, endpoint: Endpoint, max_choices: usize) -> Result<Params, ApiError> {
         refuse_unsupported(request, endpoint)?;
+        Params::check_values(request, endpoint, max_choices)
+    }
+
+    /// Checks what holds for every server of this API: which features a request may use is not looked at.
+    pub fn check_values(request: &Request, endpoint: Endpoint, max_choices: usize) -> Result<Params, ApiError> {
         let stream = request.stream.unwrap_or(false);
         if request.stream_options.is_some() && !stream {
             return Err(ApiError::invalid("stream_options", "stream_options is only allowed when stream is true"));
@@ -84,6 +92,9 @@ impl Params {
         if stop.token_ids.len() > MAX_TOKEN_LIST {
             return Err(ApiError::invalid("stop_token_ids", format!("at most {MAX_TOKEN_LIST} are allowed")));
         }
+        // vLLM's lower value runs first; on the request plane the higher one does.
+        let priority = request.priority.unwrap_or(0).saturating_neg();
+        let routing = BodyHints::check(request.nvext.as_ref(), priority)?;
         Ok(Params {
             sampling: sampling(request)?,
             stop,
@@ -96,9 +107,10 @@ impl Params {
             echo: request.echo.unwrap_or(false),
             skip_special: request.skip_special_tokens.unwrap_or(true),
             include_stop: request.include_stop_str_in_output.unwrap_or(false),
-            // vLLM's lower value runs first; on the request plane the higher one does.
-            priority: request.priority.unwrap_or(0).saturating_neg(),
+            // The worker's own queue is to serve it as the router's does.
+            priority: routing.hints.priority.round() as i32,
             cache_namespace: request.cache_salt.clone().unwrap_or_default(),
+            routing,
         })
     }
 
@@ -121,8 +133,21 @@ impl Params {
     }
 }
 
-/// Checks the form of a chat's messages.
+/// Checks the form of a chat's messages, all parts of which must be text.
 pub fn check_messages(messages: Option<&[Message]>) -> Result<&[Message], ApiError> {
+    let messages = check_roles(messages)?;
+    for (at, message) in messages.iter().enumerate() {
+        if let Some(MessageContent::Parts(parts)) = &message.content {
+            for (index, part) in parts.iter().enumerate() {
+                check_part(part, &format!("messages[{at}].content[{index}]"))?;
+            }
+        }
+    }
+    Ok(messages)
+}
+
+/// Checks that a chat's messages have roles, and contents where they must.
+pub fn check_roles(messages: Option<&[Message]>) -> Result<&[Message], ApiError> {
     let messages = messages.ok_or_else(|| ApiError::invalid("messages", "messages is required"))?;
     if messages.is_empty() {
         return Err(ApiError::invalid("messages", "messages must not be empty"));
@@ -140,11 +165,6 @@ pub fn check_messages(messages: Option<&[Message]>) -> Result<&[Message], ApiErr
                 return Err(ApiError::invalid(param("content"), format!("{} is required", param("content"))));
             }
             Some(_) => {}
-        }
-        if let Some(MessageContent::Parts(parts)) = &message.content {
-            for (index, part) in parts.iter().enumerate() {
-                check_part(part, &format!("{}[{index}]", param("content")))?;
-            }
         }
     }
     Ok(messages)
@@ -290,40 +310,34 @@ fn logit_bias(request: &Request) -> Result<std::collections::HashMap<u32, f32>, 
 
 /// Refuses what would change the answer in a way that is not built, instead of ignoring it.
 fn refuse_unsupported(request: &Request, endpoint: Endpoint) -> Result<(), ApiError> {
-    let asks = |value: &Option<Value>| match value {
-        None | Some(Value::Null | Value::Bool(false)) => false,
-        Some(Value::Array(items)) => !items.is_empty(),
-        Some(_) => true,
-    };
     let unsupported = |param: &'static str| Err(ApiError::invalid(param, format!("{param} is not supported")));
-    let fields: [(&'static str, &Option<Value>); 21] = [
-        ("audio", &request.audio),
-        ("functions", &request.functions),
-        ("function_call", &request.function_call),
-        ("prediction", &request.prediction),
-        ("web_search_options", &request.web_search_options),
-        ("store", &request.store),
-        ("chat_template", &request.chat_template),
-        ("continue_final_message", &request.continue_final_message),
-        ("guided_json", &request.guided_json),
-        ("guided_regex", &request.guided_regex),
-        ("guided_choice", &request.guided_choice),
-        ("guided_grammar", &request.guided_grammar),
-        ("structured_outputs", &request.structured_outputs),
-        ("use_beam_search", &request.use_beam_search),
-        ("truncate_prompt_tokens", &request.truncate_prompt_tokens),
-        ("prompt_logprobs", &request.prompt_logprobs),
-        ("allowed_token_ids", &request.allowed_token_ids),
-        ("bad_words", &request.bad_words),
-        ("return_token_ids", &request.return_token_ids),
-        ("return_tokens_as_token_ids", &request.return_tokens_as_token_ids),
-        ("response_format", &request.response_format),
+    let fields: [(&'static str, Asks); 20] = [
+        ("audio", request.audio),
+        ("functions", request.functions),
+        ("function_call", request.function_call),
+        ("prediction", request.prediction),
+        ("web_search_options", request.web_search_options),
+        ("store", request.store),
+        ("chat_template", request.chat_template),
+        ("continue_final_message", request.continue_final_message),
+        ("guided_json", request.guided_json),
+        ("guided_regex", request.guided_regex),
+        ("guided_choice", request.guided_choice),
+        ("guided_grammar", request.guided_grammar),
+        ("structured_outputs", request.structured_outputs),
+        ("use_beam_search", request.use_beam_search),
+        ("truncate_prompt_tokens", request.truncate_prompt_tokens),
+        ("prompt_logprobs", request.prompt_logprobs),
+        ("allowed_token_ids", request.allowed_token_ids),
+        ("bad_words", request.bad_words),
+        ("return_token_ids", request.return_token_ids),
+        ("return_tokens_as_token_ids", request.return_tokens_as_token_ids),
     ];
-    for (param, value) in fields {
-        let plain_text = param == "response_format" && value.as_ref().is_some_and(|format| format["type"] == "text");
-        if asks(value) && !plain_text {
-            return unsupported(param);
-        }
+    if let Some((param, _)) = fields.into_iter().find(|(_, asks)| asks.0) {
+        return unsupported(param);
+    }
+    if request.response_format.as_ref().is_some_and(|format| format["type"] != "text") {
+        return unsupported("response_format");
     }
     if request.modalities.as_ref().is_some_and(|list| list.iter().any(|kind| kind != "text")) {
         return unsupported("modalities");

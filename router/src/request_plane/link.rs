@@ -245,7 +245,7 @@ fn greeted(frame: ServerFrame) -> Result<Welcome, ConnectError> {
 /// Whether a stream ends with this frame.
 fn is_last(body: &server_frame::Body) -> bool {
     match body {
-        server_frame::Body::Finished(_) | server_frame::Body::Failed(_) => true,
+        server_frame::Body::Finished(_) | server_frame::Body::Failed(_) | server_frame::Body::KvSampled(_) => true,
         server_frame::Body::KvAnswer(answer) => answer.end,
         server_frame::Body::ArtifactChunk(chunk) => chunk.end,
         _ => false,

@@ -6,13 +6,18 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use kv_hashing::BlockSize;
-use kv_index::{PrefixIndex, WorkerId, WorkerRank};
-use parking_lot::{Mutex, RwLock};
+use kv_index::{WorkerId, WorkerRank};
+use parking_lot::Mutex;
+use protocol::metadata;
+use protocol::request_plane::Output;
+use routing::Role;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
 use super::models::ModelKey;
+use super::trouble::{Silence, Trouble};
 use crate::discovery::WorkerSpec;
+use crate::index::Indexer;
 use crate::ingest::{self, Feed};
 use crate::metrics::CoreMetrics;
 use crate::request_plane::{Client, Target};
@@ -40,18 +45,23 @@ pub(crate) struct Life {
     events_live: Arc<AtomicBool>,
     unexpected: AtomicU32,
     hash_mismatch: AtomicBool,
+    /// Its card says that it hashes blocks otherwise than we do.
+    hashes_differ: bool,
+    silence: Arc<Silence>,
 }
 
 impl Life {
-    /// Starts the connection.
+    /// Starts the connection. Events may be on their way for as long as `patience`.
     pub(super) fn start(
         spec: Arc<WorkerSpec>,
         order: u64,
         router_id: Arc<str>,
         connect: Duration,
+        patience: Duration,
         changed: Arc<Notify>,
     ) -> Arc<Self> {
         let stop = CancellationToken::new();
+        let hashes_differ = hashes_differ(&spec);
         let target = Target { address: spec.address.clone(), identity: spec.identity.clone(), router_id };
         let client = Arc::new(Client::start(target, connect, changed.clone(), stop.clone()));
         Arc::new(Self {
@@ -59,6 +69,8 @@ impl Life {
             spec: ArcSwap::new(spec),
             order,
             client,
+            silence: Arc::new(Silence::new(patience, changed.clone())),
+            hashes_differ,
             changed,
             stop_events: Mutex::new(stop.child_token()),
             events_live: Arc::default(),
@@ -68,15 +80,20 @@ impl Life {
         })
     }
 
-    /// Starts following its KV events, if it publishes any.
-    pub(super) fn follow_events(&self, index: &Arc<RwLock<PrefixIndex>>, metrics: &Arc<CoreMetrics>) {
+    /// Starts following its KV events, if it publishes any that can be of use.
+    pub(super) fn follow_events(&self, index: &Arc<Indexer>, metrics: &Arc<CoreMetrics>) {
         let spec = self.spec();
+        if self.hashes_differ {
+            return;
+        }
         let Some(events) = spec.events.clone() else { return };
         ingest::start(Feed {
             worker: self.worker_id(),
             name: spec.name.clone(),
             ranks: self.ranks(),
             total_blocks: spec.card.runtime_config.total_kv_blocks,
+            samples: spec.card.armature.as_ref().is_some_and(|card| card.answers_samples),
+            silence: self.silence.clone(),
             live: self.events_live.clone(),
             events,
             client: self.client.clone(),
@@ -86,8 +103,17 @@ impl Life {
         });
     }
 
+    /// Without events, what is guessed of it is bounded by what it says it has room for.
+    pub(super) async fn tell_capacity(&self, index: &Indexer) {
+        let Some(total) = self.spec().card.runtime_config.total_kv_blocks else { return };
+        let (worker, total) = (self.worker_id(), usize::try_from(total).unwrap_or(usize::MAX));
+        for dp_rank in 0..self.ranks() {
+            index.expect(WorkerRank { worker, dp_rank }, Some(total), kv_index::MAX_RANK_BLOCKS, &self.stop).await;
+        }
+    }
+
     /// Starts a fresh feed if the last one was stopped: the events are of use after all.
-    pub(super) fn resume_events(&self, index: &Arc<RwLock<PrefixIndex>>, metrics: &Arc<CoreMetrics>) {
+    pub(super) fn resume_events(&self, index: &Arc<Indexer>, metrics: &Arc<CoreMetrics>) {
         {
             let mut stop_events = self.stop_events.lock();
             if !stop_events.is_cancelled() || self.stop.is_cancelled() {
@@ -113,9 +139,34 @@ impl Life {
         first
     }
 
-    /// Whether a request's reuse can not be predicted from its events.
-    pub(super) fn events_unusable(&self) -> bool {
-        self.stop_events.lock().is_cancelled() || self.hash_mismatch.load(Ordering::Relaxed)
+    /// Why a request's reuse can not be predicted from its events, if it can not.
+    pub(crate) fn trouble(&self) -> Option<Trouble> {
+        if self.hashes_differ {
+            Some(Trouble::Hashes)
+        } else if self.stop_events.lock().is_cancelled() {
+            Some(Trouble::BlockSize)
+        } else if self.hash_mismatch.load(Ordering::Relaxed) {
+            Some(Trouble::Reuse)
+        } else {
+            self.silence.is_silent().then_some(Trouble::Silence)
+        }
+    }
+
+    /// Whether its card says that it hashes blocks otherwise than we do.
+    pub(super) fn hashes_differ(&self) -> bool {
+        self.hashes_differ
+    }
+
+    /// Takes note of a request's prefill: where it computed new blocks, an event should tell of them. The last block is computed
+    /// again even if it is held, and whoever wants the prompt's log-probabilities has all of them computed again.
+    pub(crate) fn prefilled(&self, output: &Output) {
+        let fresh = output.prompt_blocks > output.reused_blocks + 1 && output.prompt_logprobs.is_empty();
+        let followed = !self.hashes_differ && !self.stop_events.lock().is_cancelled();
+        let spec = self.spec();
+        let Some(events) = spec.events.as_ref().filter(|_| fresh && followed) else { return };
+        if self.silence.computed() {
+            tracing::warn!(worker = %spec.name, events, "the worker announces KV events and computes blocks, but no event comes");
+        }
     }
 
     /// Takes note of a request that reused blocks, and of whether the index knows any of them. Reuse of which it never does means
@@ -178,18 +229,35 @@ impl Life {
         self.spec.load().card.runtime_config.data_parallel_size.unwrap_or(1).clamp(1, MAX_RANKS)
     }
 
-    /// It as the decision sees it. A prefill worker takes no whole requests: it is none. A request says nothing of ranks, and a
-    /// worker gives it to its first one; so that one alone is offered, and the load of the others stays out of sight.
-    pub(super) fn routing_worker(&self) -> Option<routing::Worker> {
+    /// It as the decision sees it. A request says nothing of ranks, and a worker gives it to its first one; so that one alone is
+    /// offered, and the load of the others stays out of sight.
+    pub(super) fn routing_worker(&self) -> routing::Worker {
         let spec = self.spec();
-        if spec.card.worker_type.as_deref() == Some("prefill") {
-            return None;
+        let card = &spec.card;
+        let capacity =
+            |count: Option<u64>| count.and_then(|count| u32::try_from(count).ok()).filter(|count| *count > 0);
+        let rank = WorkerRank { worker: self.worker_id(), dp_rank: 0 };
+        let mut worker = routing::Worker::new(rank, spec.name.as_str(), card.display_name.as_str());
+        worker.role = card.worker_type.as_deref().and_then(Role::from_name).unwrap_or_default();
+        worker.total_blocks = capacity(card.runtime_config.total_kv_blocks);
+        worker.max_batched_tokens = capacity(card.runtime_config.max_num_batched_tokens);
+        worker.draining = self.is_draining();
+        worker.unreachable = self.client.is_down();
+        // A card of Dynamo's that is about an adapter names it.
+        let adapter = card.extra.get("lora").and_then(|lora| lora.get("name")).and_then(|name| name.as_str());
+        worker.adapters = adapter.map(Arc::from).into_iter().collect();
+        if let Some(own) = &card.armature {
+            worker.revision = own.revision.as_str().into();
+            worker.labels =
+                own.labels.iter().map(|(name, value)| (name.as_str().into(), value.as_str().into())).collect();
         }
-        Some(routing::Worker {
-            rank: WorkerRank { worker: self.worker_id(), dp_rank: 0 },
-            name: spec.name.as_str().into(),
-            model: spec.card.display_name.as_str().into(),
-            draining: self.is_draining(),
-        })
+        worker
     }
+}
+
+/// Whether a card's probe says that the worker hashes blocks otherwise than we do. Without one, requests will tell.
+fn hashes_differ(spec: &WorkerSpec) -> bool {
+    let Some(card) = spec.card.armature.as_ref().filter(|card| !card.block_hash_probe.is_empty()) else { return false };
+    let size = BlockSize::new(spec.card.kv_cache_block_size);
+    size.is_some_and(|size| card.block_hash_probe != metadata::block_hash_probe(size))
 }

@@ -222,9 +222,10 @@ mod tests {
         // Nobody can listen on port 0.
         let (name, address) = ("w".to_owned(), "127.0.0.1:0".to_owned());
         let card = serde_json::from_value(card).expect("a card");
-        let spec = Arc::new(WorkerSpec { identity, name, address, events: None, card });
+        let spec = Arc::new(WorkerSpec { identity, name, address, events: None, card, lapsed: false });
         let changed = Arc::<Notify>::default();
-        let life = Life::start(spec, 1, "router".into(), Duration::from_secs(5), changed.clone());
+        let life =
+            Life::start(spec, 1, "router".into(), Duration::from_secs(5), Duration::from_secs(5), changed.clone());
         while !life.client.is_down() {
             timeout(Duration::from_secs(10), changed.notified()).await.expect("the dial fails");
         }

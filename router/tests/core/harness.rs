@@ -12,8 +12,9 @@ use router::backend::{Backend, DispatchError, RouteOptions, Routed, StreamItem};
 use router::config::{Deadlines, Settings};
 use router::discovery::Source;
 use router::dispatch::Dispatcher;
+use router::replicas::options::{PeerSource, ReplicaSettings};
 use router::service::Core;
-use routing::{CostConfig, Mode};
+use routing::{Mode, SelectorConfig};
 use tempfile::TempDir;
 
 use crate::worker::{Life, Worker};
@@ -25,8 +26,9 @@ pub const BLOCK: u32 = 4;
 const PATIENCE: Duration = Duration::from_secs(30);
 
 pub struct Cluster {
-    pub directory: TempDir,
+    pub directory: Arc<TempDir>,
     pub core: Core,
+    settings: Settings,
     registry: Registry,
 }
 
@@ -36,26 +38,62 @@ impl Cluster {
     }
 
     pub async fn with_deadlines(mode: Mode, deadlines: Deadlines) -> Self {
-        let directory = tempfile::tempdir().expect("a temporary directory");
-        let settings = Settings {
-            mode,
-            cost: CostConfig::default(),
-            kv_events: true,
-            source: Source::File { directory: directory.path().to_owned() },
-            dynamo_namespace: None,
-            deadlines,
-        };
+        let selector = SelectorConfig { mode, ..SelectorConfig::default() };
+        Self::with(|settings| {
+            settings.selection.selector = selector;
+            settings.deadlines = deadlines;
+        })
+        .await
+    }
+
+    /// With settings other than the defaults.
+    pub async fn with(change: impl FnOnce(&mut Settings)) -> Self {
+        let directory = Arc::new(tempfile::tempdir().expect("a temporary directory"));
+        let mut settings = Settings::new(Source::File { directory: directory.path().to_owned() });
+        change(&mut settings);
+        Self::over(directory, settings).await
+    }
+
+    /// A router that shares its load with those beside it.
+    pub async fn sharing() -> Self {
+        Self::with(|settings| {
+            let Source::File { directory } = &settings.source else { panic!("{:?}", settings.source) };
+            settings.replicas = Some(ReplicaSettings {
+                peers: PeerSource::Directory(directory.clone()),
+                bind: "127.0.0.1:0".parse().expect("an address"),
+                host: "127.0.0.1".into(),
+                expiry: Duration::from_secs(300),
+            });
+        })
+        .await
+    }
+
+    /// Another router with the same settings, over the same workers.
+    pub async fn beside(&self) -> Self {
+        Self::over(self.directory.clone(), self.settings.clone()).await
+    }
+
+    async fn over(directory: Arc<TempDir>, settings: Settings) -> Self {
         let mut registry = Registry::default();
         let core = Core::start(&settings, &mut registry).await.expect("file discovery starts");
-        Self { directory, core, registry }
+        Self { directory, core, settings, registry }
     }
 
     /// A registered worker that the router can use.
     pub async fn worker(&self, name: &str) -> Worker {
-        let worker = Worker::start(Life::new(name)).await;
+        self.worker_of(Life::new(name)).await
+    }
+
+    /// The same, of a certain kind.
+    pub async fn worker_of(&self, life: Life) -> Worker {
+        let worker = Worker::start(life).await;
         worker.register(self.directory.path());
-        self.until("the worker is routable", || self.backend().workers().get(rank(&worker)).is_some()).await;
+        self.until_routable(&worker).await;
         worker
+    }
+
+    pub async fn until_routable(&self, worker: &Worker) {
+        self.until("the worker is routable", || self.backend().workers().get(rank(worker)).is_some()).await;
     }
 
     pub fn backend(&self) -> &Arc<Dispatcher> {

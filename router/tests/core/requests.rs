@@ -228,3 +228,23 @@ async fn open_streams_survive_their_workers_departure_from_discovery() {
     cluster.until("it is gone", || cluster.metric("armature_router_workers_known") == 0.0).await;
     assert!(futures::poll!(routed.stream.next()).is_pending(), "still open");
 }
+
+#[tokio::test]
+async fn a_worker_that_can_no_longer_write_stays_for_as_long_as_its_connection() {
+    let cluster = Cluster::start(Mode::RoundRobin).await;
+    let (mute, other) = (Worker::start(Life::new("mute")).await, cluster.worker("other").await);
+    mute.register_once(cluster.directory.path());
+    cluster.until_routable(&mute).await;
+    let written = std::time::Instant::now();
+    // The file is good for 3 s, and looked at four times a second.
+    cluster.until("its file has lapsed", || written.elapsed().as_secs() >= 4).await;
+    let newcomer = cluster.beside().await;
+    newcomer.until_routable(&other).await;
+    assert!(newcomer.backend().workers().get(rank(&mute)).is_none(), "who never knew it does not begin to");
+    for seed in 0..4 {
+        drain(cluster.generate(&prompt(seed, 2)).await.expect("routed")).await.1.expect("it ends well");
+    }
+    assert_eq!((mute.prompts().len(), other.prompts().len()), (2, 2));
+    mute.kill();
+    cluster.until("it is gone", || cluster.metric("armature_router_workers_known") == 1.0).await;
+}

@@ -16,13 +16,14 @@ use protocol::event_plane::{self, ActiveLoad, Envelope, KV_EVENTS, KV_METRICS};
 use protocol::kv_event as wire;
 use protocol::metadata::{self, REQUEST_CODEC, artifact, artifact_digest, entry_key};
 use protocol::request_plane::{
-    ArtifactChunk, ClientFrame, Draining, ErrorCode, Failed, FinishReason, Finished, KvAnswer, Output, Pong,
-    ServerFrame, Welcome, client_frame, decode_frame, encode_frame, kv_answer::Kind, server_frame::Body,
+    ArtifactChunk, ClientFrame, Draining, ErrorCode, Failed, FinishReason, Finished, KvAnswer, KvBlock, KvQuery,
+    KvSample, KvSampled, Output, Pong, ServerFrame, Welcome, client_frame, decode_frame, encode_frame, kv_answer::Kind,
+    server_frame::Body,
 };
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use xxhash_rust::xxh3::xxh3_64;
 use zeromq::{PubSocket, Socket, SocketSend};
@@ -39,6 +40,12 @@ pub struct Life {
     pub block_size: u32,
     /// Number of its tokenizer: another one has other files.
     pub tokenizer: u32,
+    /// What its card says of its block hashes, in place of the truth.
+    pub probe: Option<Vec<u64>>,
+    /// What else its card says.
+    pub card: serde_json::Value,
+    /// Its labels.
+    pub labels: serde_json::Value,
 }
 
 impl Life {
@@ -49,6 +56,9 @@ impl Life {
             boot_epoch: format!("{name}-1"),
             block_size: BLOCK,
             tokenizer: 0,
+            probe: None,
+            card: json!({}),
+            labels: json!({}),
         }
     }
 }
@@ -66,6 +76,8 @@ pub enum Behaviour {
     DieAtOnce,
     /// One token, then nothing.
     Stall,
+    /// Nothing at all.
+    Silence,
 }
 
 /// What happens to an event message on its way.
@@ -76,6 +88,8 @@ pub enum Fate {
     Twice,
     /// After the next one.
     Late,
+    /// As an event of the same number that tells of other blocks.
+    Garble,
 }
 
 struct State {
@@ -87,6 +101,8 @@ struct State {
     late: Vec<Arc<KvEvent>>,
     prompts: Vec<Vec<u32>>,
     greet_as: Option<Life>,
+    /// Where its events say that blocks are.
+    tier: wire::StorageTier,
 }
 
 pub struct Worker {
@@ -95,6 +111,8 @@ pub struct Worker {
     events: String,
     state: Arc<Mutex<State>>,
     publish: mpsc::UnboundedSender<Vec<Arc<KvEvent>>>,
+    /// Whether it keeps its answers to KV queries back.
+    pub holding: watch::Sender<bool>,
     /// Requests that the router cancelled.
     pub cancelled: Arc<AtomicUsize>,
     stop: CancellationToken,
@@ -119,23 +137,26 @@ impl Worker {
             late: Vec::new(),
             prompts: Vec::new(),
             greet_as: None,
+            tier: wire::StorageTier::Device,
         }));
+        let holding = watch::Sender::new(false);
         let stop = CancellationToken::new();
         let cancelled = Arc::<AtomicUsize>::default();
         let (publish, batches) = mpsc::unbounded_channel();
         tokio::spawn(stop.clone().run_until_cancelled_owned(publisher(socket, life.clone(), state.clone(), batches)));
-        let served = (life.clone(), state.clone(), cancelled.clone(), stop.clone());
+        let served = (life.clone(), state.clone(), cancelled.clone(), holding.subscribe(), stop.clone());
         tokio::spawn(stop.clone().run_until_cancelled_owned(async move {
             while let Ok((stream, _)) = listener.accept().await {
-                let (life, state, cancelled, stop) = served.clone();
+                let (life, state, cancelled, holding, stop) = served.clone();
                 tokio::spawn(stop.run_until_cancelled_owned(async move {
                     // A connection that breaks is the router's business.
-                    let _ = Connection { stream, life, state, cancelled, out: BytesMut::new() }.serve().await;
+                    let (out, held) = Default::default();
+                    let _ = Connection { stream, life, state, cancelled, holding, held, out }.serve().await;
                 }));
             }
         }));
         let _stop_on_drop = stop.clone().drop_guard();
-        Self { life, address, events, state, publish, cancelled, stop, _stop_on_drop }
+        Self { life, address, events, state, publish, holding, cancelled, stop, _stop_on_drop }
     }
 
     /// Stops at once; the registration stays, as after a crash.
@@ -146,7 +167,7 @@ impl Worker {
     /// Writes the file that discovery reads, and keeps it fresh.
     pub fn register(&self, directory: &Path) {
         let path = self.path(directory);
-        write(&path, &json!({"name": self.life.name, "metadata": self.metadata()}));
+        self.register_once(directory);
         tokio::spawn(self.stop.clone().run_until_cancelled_owned(async move {
             let mut ticks = tokio::time::interval(Duration::from_millis(500));
             loop {
@@ -155,6 +176,11 @@ impl Worker {
                 file.set_modified(SystemTime::now()).expect("the file can be touched");
             }
         }));
+    }
+
+    /// Writes that file, but cannot touch it later.
+    pub fn register_once(&self, directory: &Path) {
+        write(&self.path(directory), &json!({"name": self.life.name, "metadata": self.metadata()}));
     }
 
     pub fn unregister(&self, directory: &Path) {
@@ -176,10 +202,17 @@ impl Worker {
         let mut endpoint = entry("generate", "transport", json!({"tcp": self.address}));
         endpoint["request_plane_codec"] = json!(REQUEST_CODEC);
         let artifacts = json!({artifact::TOKENIZER: artifact_digest(xxh3_64(&tokenizer_json(self.life.tokenizer)))});
-        let card = json!({
+        let true_probe = || metadata::block_hash_probe(BlockSize::new(self.life.block_size).expect("not zero"));
+        let probe = self.life.probe.clone().unwrap_or_else(true_probe);
+        let mut card = json!({
             "display_name": MODEL, "context_length": 1000, "kv_cache_block_size": self.life.block_size,
-            "armature": {"boot_epoch": self.life.boot_epoch, "artifacts": artifacts, "eos_token_ids": [0]},
+            "armature": {"boot_epoch": self.life.boot_epoch, "artifacts": artifacts, "eos_token_ids": [0],
+                         "labels": self.life.labels, "answers_samples": true,
+                         "block_hash_probe": probe},
         });
+        for (name, value) in self.life.card.as_object().expect("an object") {
+            card[name] = value.clone();
+        }
         let channel = entry("events", "transport", json!({"zmq": self.events}));
         let key = |endpoint| entry_key("default", "backend", endpoint, id);
         json!({
@@ -220,6 +253,17 @@ impl Worker {
         state.prefixes.remove(&engine.0);
         let events = state.indexer.apply(Tier::Device, KvEventData::Removed { blocks: vec![engine] });
         self.publish.send(events).expect("the publisher runs");
+    }
+
+    /// Where its events say that blocks are from now on.
+    pub fn store_in(&self, tier: wire::StorageTier) {
+        self.state.lock().tier = tier;
+    }
+
+    /// Holds a sequence of so many blocks without saying so: a router learns of them by a dump.
+    pub fn hold_silently(&self, blocks: u64) {
+        let blocks = (0..blocks).map(|n| StoredBlock { engine: EngineHash(n), local: BlockHash(n) }).collect();
+        self.state.lock().indexer.apply(Tier::Device, KvEventData::Stored { parent: None, blocks });
     }
 
     /// The engine inside starts anew: nothing held, events from 0, the same process.
@@ -275,9 +319,12 @@ async fn publisher(
             batch = batches.recv() => {
                 let Some(batch) = batch else { return };
                 for event in batch {
-                    let messages = fated(&mut state.lock(), event);
+                    let (messages, tier) = {
+                        let mut state = state.lock();
+                        (fated(&mut state, event), state.tier)
+                    };
                     for message in messages {
-                        let payload = event_plane::encode_events(&[router_event(life.instance_id, &message)]);
+                        let payload = event_plane::encode_events(&[router_event(life.instance_id, tier, &message)]);
                         sequence += 1;
                         send(&mut socket, &life, KV_EVENTS, sequence, payload).await;
                     }
@@ -302,6 +349,11 @@ fn fated(state: &mut State, event: Arc<KvEvent>) -> Vec<Arc<KvEvent>> {
             state.late.push(event);
             return Vec::new();
         }
+        Fate::Garble => {
+            let blocks = vec![StoredBlock { engine: EngineHash(event.id + 1), local: BlockHash(event.id + 1) }];
+            let data = KvEventData::Stored { parent: None, blocks };
+            vec![Arc::new(KvEvent { data, ..KvEvent::clone(&event) })]
+        }
     };
     out.append(&mut state.late);
     out
@@ -320,7 +372,7 @@ async fn send(socket: &mut PubSocket, life: &Life, topic: &str, sequence: u64, p
     socket.send(message).await.expect("a bound socket");
 }
 
-fn router_event(worker_id: u64, event: &KvEvent) -> wire::RouterEvent {
+fn router_event(worker_id: u64, storage_tier: wire::StorageTier, event: &KvEvent) -> wire::RouterEvent {
     let data = match &event.data {
         KvEventData::Stored { parent, blocks } => wire::KvCacheEventData::Stored(wire::Stored {
             parent_hash: parent.map(|p| p.0),
@@ -337,7 +389,7 @@ fn router_event(worker_id: u64, event: &KvEvent) -> wire::RouterEvent {
     };
     let event = wire::KvCacheEvent { event_id: event.id, data, dp_rank: event.dp_rank };
     let residency_domain = Some("worker".into());
-    wire::RouterEvent { worker_id, storage_tier: wire::StorageTier::Device, residency_domain, event }
+    wire::RouterEvent { worker_id, storage_tier, residency_domain, event }
 }
 
 /// One router's connection.
@@ -346,6 +398,9 @@ struct Connection {
     life: Life,
     state: Arc<Mutex<State>>,
     cancelled: Arc<AtomicUsize>,
+    holding: watch::Receiver<bool>,
+    /// KV queries whose answers are kept back.
+    held: Vec<(u64, KvQuery)>,
     out: BytesMut,
 }
 
@@ -360,8 +415,19 @@ impl Connection {
                     return Ok(());
                 }
             }
-            if self.stream.read_buf(&mut buffer).await? == 0 {
-                return Ok(());
+            let held = !self.held.is_empty();
+            let released = tokio::select! {
+                read = self.stream.read_buf(&mut buffer) => match read? {
+                    0 => return Ok(()),
+                    _ => false,
+                },
+                released = async { self.holding.wait_for(|holding| !holding).await.is_ok() }, if held => released,
+            };
+            if released {
+                for (id, query) in std::mem::take(&mut self.held) {
+                    self.answer_query(id, query.start, query.end);
+                }
+                self.stream.write_all_buf(&mut self.out).await?;
             }
         }
     }
@@ -401,6 +467,8 @@ impl Connection {
                 }
                 _ => self.fail(id, ErrorCode::NotFound, "no such file"),
             },
+            client_frame::Body::KvSample(sample) => self.answer_sample(id, &sample),
+            client_frame::Body::KvQuery(query) if *self.holding.borrow() => self.held.push((id, query)),
             client_frame::Body::KvQuery(query) => self.answer_query(id, query.start, query.end),
             client_frame::Body::Generate(generate) => return self.generate(id, generate.token_ids),
         }
@@ -422,18 +490,34 @@ impl Connection {
                 (Kind::Dump, snapshot.into_events().into_iter().map(Arc::new).collect(), last_id)
             }
         };
-        let events: Vec<_> = events.iter().map(|event| router_event(self.life.instance_id, event)).collect();
+        let tier = self.state.lock().tier;
+        let events: Vec<_> = events.iter().map(|event| router_event(self.life.instance_id, tier, event)).collect();
         let events = event_plane::encode_events(&events).into();
         self.put(id, Body::KvAnswer(KvAnswer { kind: kind.into(), events, last_event_id, end: true }));
     }
 
+    fn answer_sample(&mut self, id: u64, sample: &KvSample) {
+        let state = self.state.lock();
+        let held = sample.blocks.iter();
+        let held = held.map(|block| state.indexer.holds(Tier::Device, EngineHash(block.engine_hash))).collect();
+        let drawn = state.indexer.draw(rand::random(), sample.draw as usize).into_iter();
+        let drawn = drawn.map(|(tier, engine)| KvBlock { tier: tier as u32, engine_hash: engine.0 }).collect();
+        let last_event_id = state.indexer.last_id();
+        drop(state);
+        self.put(id, Body::KvSampled(KvSampled { held, drawn, last_event_id }));
+    }
+
     fn generate(&mut self, id: u64, tokens: Vec<u32>) -> bool {
+        let prompt_blocks = tokens.len() as u32 / BLOCK;
         let behaviour = {
             let mut state = self.state.lock();
             state.prompts.push(tokens.clone());
             state.behaviour
         };
-        let output = |token, first| Body::Output(Output { token_ids: vec![token], first, ..Output::default() });
+        let output = |token, first| {
+            let prompt_blocks = if first { prompt_blocks } else { 0 };
+            Body::Output(Output { token_ids: vec![token], first, prompt_blocks, ..Output::default() })
+        };
         match behaviour {
             Behaviour::DieAtOnce => return false,
             Behaviour::Refuse(code) => {
@@ -447,6 +531,7 @@ impl Connection {
                 return false;
             }
             Behaviour::Stall => self.put(id, output(1, true)),
+            Behaviour::Silence => {}
             Behaviour::Answer => {
                 for token in 1..=3 {
                     self.put(id, output(token, token == 1));

@@ -1,7 +1,7 @@
 //! What clients get: whole answers, streams, choices, log-probabilities, pages.
 
 use protocol::request_plane::{FinishReason, Output};
-use router::backend::StreamItem;
+use router::backend::{RouteOptions, StreamItem};
 use serde_json::{Value, json};
 
 use crate::harness::*;
@@ -280,7 +280,30 @@ async fn a_request_can_name_its_worker_and_its_id() {
     let body = json!({"model": "m", "messages": [{"role": "user", "content": "Hi"}]}).to_string();
     let answer = server.send("POST", "/v1/chat/completions", &headers, body.into()).await;
     assert_eq!((answer.status.as_u16(), answer.header("x-request-id")), (200, "trace-1"));
-    assert_eq!(server.backend.requests.lock()[0].1, Some(77));
+    assert_eq!(server.backend.requests.lock()[0].1.pinned_worker, Some(77));
+}
+
+#[tokio::test]
+async fn what_a_request_says_of_its_routing_reaches_the_backend() {
+    let server = Server::start().await;
+    let nvext = json!({
+        "backend_instance_id": 77, "agent_hints": {"priority": 2, "strict_priority": 1, "osl": 300},
+        "router": {"temperature": 0.5}, "routing_constraints": {"required": {"zone": "a"}, "excluded_workers": [5]},
+    });
+    assert_eq!(server.chat(json!({"nvext": nvext})).await.status, 200);
+    let headers = [("x-dynamo-worker-instance-id", "77"), ("x-dynamo-dp-rank", "3")];
+    let body =
+        json!({"model": "m", "messages": [{"role": "user", "content": "Hi"}], "nvext": {"dp_rank": 1}, "priority": 4});
+    let answer = server.send("POST", "/v1/chat/completions", &headers, body.to_string().into()).await;
+    assert_eq!(answer.status, 200);
+    let requests = server.backend.requests.lock();
+    let (request, RouteOptions { pinned_worker, hints, .. }) = &requests[0];
+    assert_eq!((*pinned_worker, request.priority), (Some(77), 2), "the worker's queue goes by it, too");
+    assert_eq!((hints.priority, hints.strict_priority, hints.expected_output_tokens), (2.0, 1, Some(300)));
+    assert_eq!((hints.cost.temperature, &hints.excluded[..]), (Some(0.5), &[5][..]));
+    assert_eq!(hints.labels, [("zone".to_owned(), "a".to_owned())]);
+    let (request, RouteOptions { pinned_worker, hints, .. }) = &requests[1];
+    assert_eq!((*pinned_worker, hints.dp_rank, hints.priority, request.priority), (Some(77), Some(3), -4.0, -4));
 }
 
 #[tokio::test]

@@ -1,5 +1,9 @@
 //! Clients that hold on to the router: silence, half a request, no reading; and more work than there is room for.
 
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full};
+use hyper::client::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use protocol::request_plane::FinishReason;
 use router::http::FrontendConfig;
 use serde_json::json;
@@ -68,6 +72,56 @@ async fn a_client_that_stops_reading_loses_its_request() {
 }
 
 #[tokio::test]
+async fn a_stream_of_http_2_without_window_loses_its_request() {
+    let server = serve(FrontendConfig { write_timeout_s: 1, ..Default::default() }).await;
+    let socket = TcpStream::connect(server.address).await.expect("listening");
+    // The client's library answers pings.
+    let mut builder = http2::Builder::new(TokioExecutor::new());
+    let builder = builder.initial_stream_window_size(0).initial_connection_window_size(1 << 20);
+    let (mut sender, connection) = builder.handshake(TokioIo::new(socket)).await.expect("HTTP/2");
+    let connection = tokio::spawn(connection);
+    let worker = server.backend.live();
+    worker.send(first(&byte_tokens("a"), 0)).expect("a stream");
+    for stream in [true, false] {
+        let body = json!({"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": stream}).to_string();
+        let request = hyper::Request::post("http://t/v1/chat/completions").body(Full::new(Bytes::from(body)));
+        let response = in_time(sender.send_request(request.expect("a request"))).await.expect("an answer");
+        assert_eq!(response.status(), 200);
+        in_time(response.into_body().collect()).await.expect_err("the stream is reset");
+    }
+    in_time(worker.closed()).await;
+    metric(&server, "armature_frontend_inflight_requests 0").await;
+    metric(&server, r#"armature_frontend_disconnected_clients_total{model="m"} 1"#).await;
+    assert!(!connection.is_finished(), "the other streams of the connection may be of use");
+    connection.abort();
+}
+
+#[tokio::test]
+async fn a_long_answer_arrives_whole_over_http_2() {
+    let server = serve(FrontendConfig { write_timeout_s: 1, ..Default::default() }).await;
+    let socket = TcpStream::connect(server.address).await.expect("listening");
+    let (mut sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(socket)).await.expect("HTTP/2");
+    let connection = tokio::spawn(connection);
+    for stream in [true, false] {
+        let text = "x".repeat(3 << 20);
+        server.backend.script(vec![tokens(&byte_tokens(&text)), finished(FinishReason::Eos, 3 << 20, 0)]);
+        let body = json!({"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": stream}).to_string();
+        let request = hyper::Request::post("http://t/v1/chat/completions").body(Full::new(Bytes::from(body)));
+        let response = in_time(sender.send_request(request.expect("a request"))).await.expect("an answer");
+        let (head, body) = response.into_parts();
+        let body = in_time(body.collect()).await.expect("a whole body").to_bytes();
+        let body = String::from_utf8(body.to_vec()).expect("UTF-8");
+        let answer = Answer { status: head.status, headers: head.headers, body };
+        let arrived = match stream {
+            true => streamed_text(&answer.events(), 0),
+            false => answer.json()["choices"][0]["message"]["content"].as_str().expect("a text").to_owned(),
+        };
+        assert!(arrived == text, "{} of {} bytes", arrived.len(), text.len());
+    }
+    connection.abort();
+}
+
+#[tokio::test]
 async fn a_long_answer_that_is_read_arrives_whole() {
     let server = serve(FrontendConfig { write_timeout_s: 1, ..Default::default() }).await;
     let worker = server.backend.live();
@@ -82,21 +136,25 @@ async fn a_long_answer_that_is_read_arrives_whole() {
 }
 
 #[tokio::test]
-async fn bodies_over_the_room_for_them_are_refused_for_now() {
+async fn large_bodies_over_the_room_for_them_are_refused_for_now_and_small_ones_served() {
     let config = FrontendConfig { preprocess_bytes: 64 << 10, body_limit_bytes: 64 << 10, ..Default::default() };
     let server = serve(config).await;
-    for head in ["content-length: 65000", "transfer-encoding: chunked"] {
+    let large = || json!({"messages": [{"role": "user", "content": "x".repeat(40 << 10)}]});
+    for head in ["content-length: 65000\r\n\r\n", "transfer-encoding: chunked\r\n\r\nfde8\r\n"] {
         let mut holder = TcpStream::connect(server.address).await.expect("listening");
-        let head = format!("POST /v1/completions HTTP/1.1\r\nhost: t\r\n{head}\r\n\r\n");
+        let head = format!("POST /v1/completions HTTP/1.1\r\nhost: t\r\n{head}");
         holder.write_all(head.as_bytes()).await.expect("sent");
-        metric(&server, "armature_frontend_preprocessing_bytes 65536").await;
-        let answer = server.chat(json!({})).await;
+        holder.write_all(&[b' '; 64_000]).await.expect("sent");
+        // An eighth is kept for small ones.
+        metric(&server, "armature_frontend_preprocessing_bytes 57344").await;
+        let answer = server.chat(large()).await;
         let (status, kind, _, code) = answer.error();
         assert_eq!((status, kind.as_str(), code.as_deref()), (429, "rate_limit_error", Some("overloaded")));
         assert_eq!(answer.header("retry-after"), "1");
+        assert_eq!(server.chat(json!({})).await.status, 200);
         drop(holder);
         metric(&server, "armature_frontend_preprocessing_bytes 0").await;
-        assert_eq!(server.chat(json!({})).await.status, 200);
+        assert_eq!(server.chat(large()).await.error().3.as_deref(), Some("context_length_exceeded"), "there is room");
     }
 }
 

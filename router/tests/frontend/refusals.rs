@@ -81,6 +81,13 @@ fn invalid_chats() -> Vec<(Value, &'static str)> {
         (json!({"chat_template": "{{ 1 }}"}), "chat_template"),
         (json!({"echo": true}), "echo"),
         (json!({"priority": 1e10}), "priority"),
+        (json!({"nvext": 3}), "nvext"),
+        (json!({"nvext": {"dp_rank": 1}}), "nvext.dp_rank"),
+        (json!({"nvext": {"dp_rank": -1}}), "nvext.dp_rank"),
+        (json!({"nvext": {"agent_hints": {"osl": "long"}}}), "nvext.agent_hints.osl"),
+        (json!({"nvext": {"router": {"temperature": -1}}}), "nvext.router.temperature"),
+        (json!({"nvext": {"router": {"overlap_score_credit": 2}}}), "nvext.router.overlap_score_credit"),
+        (json!({"nvext": {"routing_constraints": {"required": ["a"]}}}), "nvext.routing_constraints.required"),
         (json!({"chat_template_kwargs": 3}), "chat_template_kwargs"),
     ]
 }
@@ -187,9 +194,11 @@ async fn a_cluster_error_is_a_status_type_and_code() {
     for (error, status, kind, code) in [
         (DispatchError::NoWorker { model: "m".into() }, 503, "server_error", Some("no_worker")),
         (DispatchError::UnknownWorker(9), 400, "invalid_request_error", Some("unknown_worker")),
+        (DispatchError::Busy { model: "m".into() }, 503, "server_error", Some("workers_busy")),
         (DispatchError::Overloaded("queue".into()), 429, "rate_limit_error", Some("overloaded")),
         (DispatchError::Invalid("no".into()), 400, "invalid_request_error", None),
         (worker_failed(), 502, "server_error", Some("worker_failed")),
+        (DispatchError::ShuttingDown("gone".into()), 503, "server_error", Some("shutting_down")),
         (DispatchError::Deadline { stage: "prefill", seconds: 3 }, 504, "timeout_error", Some("deadline_exceeded")),
     ] {
         for stream in [false, true] {

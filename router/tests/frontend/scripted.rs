@@ -70,7 +70,7 @@ pub struct Scripted {
     known: Vec<String>,
     gate: Mutex<Option<std::sync::mpsc::Receiver<()>>>,
     scripts: Mutex<VecDeque<Script>>,
-    pub requests: Mutex<Vec<(Generate, Option<u64>)>>,
+    pub requests: Mutex<Vec<(Generate, RouteOptions)>>,
     pub dropped: Arc<Notify>,
     pub started: Notify,
 }
@@ -168,7 +168,7 @@ impl Backend for Scripted {
     }
 
     async fn generate(&self, request: Generate, options: RouteOptions) -> Result<Routed, DispatchError> {
-        self.requests.lock().push((request, options.pinned_worker));
+        self.requests.lock().push((request, options.clone()));
         self.started.notify_one();
         let script = self.scripts.lock().pop_front();
         let guard = NotifyOnDrop(self.dropped.clone());

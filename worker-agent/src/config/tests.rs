@@ -3,6 +3,7 @@
 use clap::Parser;
 
 use super::*;
+use crate::engine::mocker::timing::{Profile, TimingModel};
 
 #[derive(Parser)]
 struct Cli {
@@ -51,6 +52,10 @@ fn each_wrong_value_gets_one_line_that_names_it() {
         (&["--labels", "zone"], "--labels \"zone\": must be key=value"),
         (&["--component", "../x"], "--component \"../x\": must be 1 to 253 letters"),
         (&["--max-num-batched-tokens", "8"], "--max-num-batched-tokens \"8\": must be at least --max-num-seqs"),
+        (&["--mocker-speedup-ratio=-1"], "--mocker-speedup-ratio \"-1\": must be 0 or from 0.001 to 1000000"),
+        (&["--mocker-kv-token-ns", "NaN"], "--mocker-kv-token-ns \"NaN\": must be from 0 to 1000000000"),
+        (&["--mocker-answer-tokens", "0.5"], "--mocker-answer-tokens \"0.5\": must be at least 1"),
+        (&["--mocker-workers", "0"], "--mocker-workers \"0\": must be from 1 to 10000"),
     ] {
         let error = with(flags).expect_err(line);
         assert!(error.starts_with(line), "{error}");
@@ -70,4 +75,34 @@ fn discovery_needs_its_own_settings_and_no_others() {
     assert_eq!(settings.discovery, Discovery::Kubernetes(pod));
     let error = parse(&["worker", "--name", "p", "--discovery-backend", "file"]).expect_err("no directory");
     assert_eq!(error, "--discovery-backend file needs --discovery-dir");
+}
+
+#[test]
+fn mockers_of_one_process_differ_in_name_and_share_no_port() {
+    let config = |args: &[&str]| Cli::try_parse_from(args).expect("flags").config;
+    let file = ["worker", "--name", "m", "--engine", "mocker", "--discovery-backend", "file", "--discovery-dir", "d"];
+    let alone = config(&file).mockers().expect("one");
+    assert_eq!((alone.len(), alone[0].name.as_str(), alone[0].port), (1, "m", 9000));
+    let three = config(&[&file[..], &["--mocker-workers", "3"]].concat()).mockers().expect("three");
+    let names: Vec<_> = three.iter().map(|config| config.name.as_str()).collect();
+    assert_eq!(names, ["m-0", "m-1", "m-2"]);
+    assert!(three.iter().all(|config| (config.port, config.event_port, config.admin_port) == (0, 0, 0)));
+    let pod = config(&["worker", "--name", "m", "--discovery-backend", "kubernetes", "--mocker-workers", "3"]);
+    assert_eq!(
+        pod.mockers().expect_err("one pod").to_string(),
+        "--mocker-workers and --discovery-backend kubernetes contradict each other; drop one"
+    );
+}
+
+#[test]
+fn the_mocker_s_times_are_its_profile_s_unless_given() {
+    let options = |args: &[&str]| {
+        let base = ["worker", "--name", "m", "--engine", "mocker"];
+        Cli::try_parse_from([&base[..], args].concat()).expect("flags").config.mocker.options()
+    };
+    assert_eq!(options(&[]).timing, Profile::Llama3_8b.timing());
+    assert_eq!(options(&["--mocker-profile", "llama-3-70b"]).timing, Profile::Llama3_70b.timing());
+    let given = options(&["--mocker-base-ms", "2.5", "--mocker-kv-token-ns", "7"]).timing;
+    assert_eq!(given, TimingModel { base_ns: 2.5e6, kv_token_ns: 7.0, ..Profile::Llama3_8b.timing() });
+    assert_eq!(options(&["--speedup-ratio", "0"]).speedup_ratio, 0.0);
 }

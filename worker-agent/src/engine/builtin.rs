@@ -1,12 +1,18 @@
 //! The built-in engine: Llama-family GGUF models on the CPU, with a paged KV arena and continuous batching.
 //!
 //! Four rooms: the model's numerics (`gguf`, `quant`, `kernels`, `llama`), where KV lives (`arena`), what runs next
-//! (`pool`, `scheduler`) and which token comes out (`sampling`). The scheduler sees the numerics only through [`Forward`].
+//! (`pool`, `scheduler`) and which token comes out (`sampling`). The scheduler sees the numerics only through [`Forward`];
+//! the mocker is the same engine with another [`Forward`].
+
+use std::sync::Arc;
+
+use kv_hashing::SequenceHash;
 
 pub mod arena;
 pub mod gguf;
 mod kernels;
 pub mod llama;
+pub mod memory;
 pub mod open;
 pub mod pool;
 pub mod quant;
@@ -59,10 +65,36 @@ impl Logits {
     }
 }
 
+/// A sequence, as far as its next token may depend on it.
+#[derive(Clone, Copy, Debug)]
+pub struct Context<'a> {
+    /// Prompt and output so far.
+    pub tokens: &'a [u32],
+    /// Hash of all its full blocks; it stands for their tokens.
+    pub prefix: Option<SequenceHash>,
+    /// The tokens after them; fewer than a block.
+    pub tail: &'a [u32],
+}
+
+/// Chooses tokens for a forward pass that has no logits.
+pub trait NextToken: Send + Sync + std::fmt::Debug {
+    /// The token that follows: a function of the sequence alone, whatever runs beside it and wherever it runs. None of
+    /// `masked`.
+    fn next(&self, context: Context<'_>, masked: &[u32]) -> u32;
+}
+
 /// The numerics of a model together with the KV arena it writes to.
 pub trait Forward: Send {
     /// Size of the vocabulary, in tokens: the length of one row of logits.
     fn vocab(&self) -> usize;
+
+    /// What chooses tokens, where the pass has no logits and appends none. Most have: then samplers choose.
+    fn next_token(&self) -> Option<Arc<dyn NextToken>> {
+        None
+    }
+
+    /// The engine had nothing to do before the step that follows.
+    fn resume(&mut self) {}
 
     /// Computes one step: every chunk attends to its own sequence only. KV of the chunk's tokens is written into its blocks.
     /// Appends one row of `vocab` logits to `logits` for each position wanted, in the order of the chunks.

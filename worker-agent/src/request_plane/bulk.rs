@@ -1,4 +1,4 @@
-//! Large answers of one connection: KV queries and model files, sent one chunk at a time between the frames of streams.
+//! Answers of one connection that take time: KV queries, samples and model files, sent one chunk at a time between the frames of streams.
 //!
 //! The state behind a dump is copied under the indexer's lock and ordered, both on a blocking thread, and whoever else needs
 //! the indexer awaits its lock without blocking a thread of the runtime; a chunk is encoded only when the connection has
@@ -9,12 +9,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use kv_index::KvEvent;
-use kv_index::local::Answer;
+use kv_index::local::{Answer, LocalIndexer};
+use kv_index::{EngineHash, KvEvent, Tier};
 use protocol::event_plane::encode_events;
 use protocol::request_plane::{
-    ArtifactChunk, CHUNK_BYTES, ErrorCode, KvAnswer, KvQuery, ServerFrame, encode_frame, kv_answer::Kind,
-    server_frame::Body,
+    ArtifactChunk, CHUNK_BYTES, ErrorCode, KvAnswer, KvBlock, KvQuery, KvSample, KvSampled, ServerFrame, encode_frame,
+    kv_answer::Kind, server_frame::Body,
 };
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinSet;
@@ -29,6 +29,26 @@ const CHUNK_AIM: usize = CHUNK_BYTES / 4;
 const MAX_OPEN: usize = 16;
 /// Longest wait for a turn among the KV answers of all connections.
 const TURN: Duration = Duration::from_secs(30);
+
+/// Most blocks of a sample, asked for and drawn.
+const MAX_SAMPLE: usize = 1024;
+
+/// What is asked of the local indexer.
+pub(super) enum Question {
+    /// Events, or the whole state.
+    Query(KvQuery),
+    /// A few blocks.
+    Sample(KvSample),
+}
+
+impl Question {
+    fn dp_rank(&self) -> u32 {
+        match self {
+            Self::Query(query) => query.dp_rank,
+            Self::Sample(sample) => sample.dp_rank,
+        }
+    }
+}
 
 /// The large answers of a connection, in turn.
 #[derive(Default)]
@@ -52,6 +72,8 @@ pub(super) enum Source {
         last_event_id: Option<u64>,
         _turn: OwnedSemaphorePermit,
     },
+    /// Of a sample.
+    Sampled(KvSampled),
     /// Of a file.
     File(Bytes),
 }
@@ -72,8 +94,8 @@ impl Bulk {
         self.sending.push_back((id, Source::File(file)));
     }
 
-    /// Starts the answer to a query.
-    pub(super) fn query(&mut self, id: u64, query: KvQuery, service: &Arc<Service>) {
+    /// Starts the answer to a question.
+    pub(super) fn ask(&mut self, id: u64, question: Question, service: &Arc<Service>) {
         let service = service.clone();
         self.wanted.insert(id);
         self.preparing.spawn(async move {
@@ -82,7 +104,7 @@ impl Bulk {
                 let message = format!("no turn among the KV queries within {} s", TURN.as_secs());
                 return (id, Err((ErrorCode::Overloaded, message)));
             };
-            let prepared = tokio::task::spawn_blocking(move || prepare(query, &service, turn)).await;
+            let prepared = tokio::task::spawn_blocking(move || prepare(question, &service, turn)).await;
             let panicked = |_| Err((ErrorCode::Overloaded, "the KV query could not be prepared".into()));
             (id, prepared.unwrap_or_else(panicked))
         });
@@ -118,18 +140,19 @@ impl Bulk {
     }
 }
 
-/// Copies what a query asks for, and puts it in order. Blocks; cost: see [`kv_index::local::LocalIndexer`].
-fn prepare(query: KvQuery, service: &Service, turn: OwnedSemaphorePermit) -> Result<Source, (ErrorCode, String)> {
+/// Copies what is asked for, and puts it in order. Blocks; cost: see [`kv_index::local::LocalIndexer`].
+fn prepare(question: Question, service: &Service, turn: OwnedSemaphorePermit) -> Result<Source, (ErrorCode, String)> {
     let answer = {
         let indexer = service.indexer.blocking_lock();
-        let own = indexer.dp_rank();
-        if query.dp_rank != own {
-            let message = format!("dp_rank {}; this worker has only {own}", query.dp_rank);
+        let (own, dp_rank) = (indexer.dp_rank(), question.dp_rank());
+        if dp_rank != own {
+            let message = format!("dp_rank {dp_rank}; this worker has only {own}");
             return Err((ErrorCode::InvalidRequest, message));
         }
-        match query.start {
-            Some(start) => indexer.range(start, query.end),
-            None => Answer::Dump(indexer.dump()),
+        match question {
+            Question::Query(KvQuery { start: Some(start), end, .. }) => indexer.range(start, end),
+            Question::Query(_) => Answer::Dump(indexer.dump()),
+            Question::Sample(sample) => return sampled(&sample, &indexer).map(Source::Sampled),
         }
     };
     let (kind, events, last_event_id) = match answer {
@@ -143,10 +166,32 @@ fn prepare(query: KvQuery, service: &Service, turn: OwnedSemaphorePermit) -> Res
     Ok(Source::Events { kind, worker_id: service.identity.instance_id, events, last_event_id, _turn: turn })
 }
 
+/// Answers a sample, from one state of the indexer.
+fn sampled(sample: &KvSample, indexer: &LocalIndexer) -> Result<KvSampled, (ErrorCode, String)> {
+    let draw = sample.draw as usize;
+    if sample.blocks.len().max(draw) > MAX_SAMPLE {
+        return Err((ErrorCode::InvalidRequest, format!("a sample of over {MAX_SAMPLE} blocks")));
+    }
+    let holds =
+        |block: &KvBlock| tier(block.tier).is_some_and(|tier| indexer.holds(tier, EngineHash(block.engine_hash)));
+    let drawn = indexer.draw(rand::random(), draw).into_iter();
+    Ok(KvSampled {
+        held: sample.blocks.iter().map(holds).collect(),
+        drawn: drawn.map(|(tier, engine)| KvBlock { tier: tier as u32, engine_hash: engine.0 }).collect(),
+        last_event_id: indexer.last_id(),
+    })
+}
+
+/// A tier by its number on the wire, which is that of its declaration.
+fn tier(number: u32) -> Option<Tier> {
+    [Tier::Device, Tier::Host, Tier::Disk, Tier::Shared].into_iter().find(|tier| *tier as u32 == number)
+}
+
 impl Source {
     /// The next frame, and whether it is the last.
     fn next_chunk(&mut self) -> (Body, bool) {
         match self {
+            Self::Sampled(sampled) => (Body::KvSampled(std::mem::take(sampled)), true),
             Self::File(rest) => {
                 let data = rest.split_to(rest.len().min(CHUNK_AIM));
                 let end = rest.is_empty();

@@ -10,15 +10,15 @@ use std::time::Duration;
 
 use bytes::{Buf, BytesMut};
 use protocol::request_plane::{
-    ClientFrame, Draining, ErrorCode, FrameError, Generate, Hello, KvQuery, PROTOCOL_VERSION, Pong, ServerFrame,
-    Welcome, client_frame, decode_frame, encode_frame, server_frame::Body,
+    ClientFrame, Draining, ErrorCode, FrameError, Generate, Hello, PROTOCOL_VERSION, Pong, ServerFrame, Welcome,
+    client_frame, decode_frame, encode_frame, server_frame::Body,
 };
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, MissedTickBehavior};
 
-use super::bulk::{Bulk, Prepared};
+use super::bulk::{Bulk, Prepared, Question};
 use super::liveness::{Liveness, Lost, WRITE_STALL};
 use super::streams::{Account, INITIAL_CREDIT, Streams};
 use super::{Service, failed};
@@ -227,7 +227,10 @@ impl Connection {
                     announced = true;
                     self.send(0, Body::Draining(Draining {}));
                 }
-                Turn::Stopped => return Ok(()),
+                Turn::Stopped => {
+                    self.streams.cut_short(service.drain.why_cut_short(), &mut self.outbox);
+                    return Ok(());
+                }
             }
         }
     }
@@ -269,7 +272,11 @@ impl Connection {
             }
             Client::KvQuery(query) => {
                 self.open(id)?;
-                self.query(id, query);
+                self.ask(id, Question::Query(query));
+            }
+            Client::KvSample(sample) => {
+                self.open(id)?;
+                self.ask(id, Question::Sample(sample));
             }
             Client::ArtifactGet(get) => {
                 self.open(id)?;
@@ -326,11 +333,11 @@ impl Connection {
         }
     }
 
-    fn query(&mut self, id: u64, query: KvQuery) {
+    fn ask(&mut self, id: u64, question: Question) {
         if self.bulk.is_full() {
             return self.fail(id, ErrorCode::Overloaded, "too many large answers at once");
         }
-        self.bulk.query(id, query, &self.service);
+        self.bulk.ask(id, question, &self.service);
     }
 
     fn watch_deadline(&mut self, id: u64, at: Instant) {

@@ -109,6 +109,18 @@ impl Streams {
         }
     }
 
+    /// Writes what all streams have, and ends those that are not done, because the worker ends.
+    pub(super) fn cut_short(&mut self, why: &str, out: &mut BytesMut) {
+        for (id, mut stream) in self.open.drain() {
+            if stream.write_ready(id, out) == State::Ended {
+                continue;
+            }
+            let failed = Failed { code: ErrorCode::Draining.into(), message: why.into() };
+            stream.account.end(Ending::draining);
+            encode_frame(&ServerFrame { stream_id: id, body: Some(Body::Failed(failed)) }, out);
+        }
+    }
+
     /// The router has room for more frames of a stream. Unknown streams have just ended.
     pub(super) fn add_credit(&mut self, id: u64, frames: u32) {
         if let Some(stream) = self.open.get_mut(&id) {

@@ -13,7 +13,7 @@ use serde::Deserialize;
 use tokio::io::AsyncWriteExt;
 
 use super::http::{Follow, Http, STALL, accepted};
-use super::{HubModel, OnProgress, Progress, SourceError, choice, set};
+use super::{HubModel, OnProgress, Progress, SourceError, choice, set, sha256};
 
 /// How to reach the hub, and where its cache is.
 #[derive(Clone, Debug)]
@@ -218,19 +218,6 @@ async fn check(path: &Path, announced: &Announced, name: &str) -> Result<(), Sou
         true => Ok(()),
         false => Err(damaged("its SHA-256 is not the announced one")),
     }
-}
-
-fn sha256(path: &Path) -> std::io::Result<String> {
-    use std::io::Read;
-    let (mut file, mut context) = (std::fs::File::open(path)?, ring::digest::Context::new(&ring::digest::SHA256));
-    let mut buffer = vec![0; 1 << 20];
-    loop {
-        match file.read(&mut buffer)? {
-            0 => break,
-            n => context.update(&buffer[..n]),
-        }
-    }
-    Ok(context.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// Makes the snapshot's file a relative link to the blob, so that the cache can be moved.

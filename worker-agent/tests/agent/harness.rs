@@ -173,13 +173,15 @@ impl Worker {
         worker
     }
 
-    pub fn file(&self) -> PathBuf {
-        self.dir.path().join("w0.json")
+    /// Where the worker is registered, if it is.
+    pub fn file(&self) -> Option<PathBuf> {
+        let mut paths = std::fs::read_dir(self.dir.path()).ok()?.flatten().map(|entry| entry.path());
+        paths.find(|path| path.extension().is_some_and(|extension| extension == "json"))
     }
 
     /// What the worker has registered.
     pub fn metadata(&self) -> Option<WorkerMetadata> {
-        let text = std::fs::read(self.file()).ok()?;
+        let text = std::fs::read(self.file()?).ok()?;
         let mut value: serde_json::Value = serde_json::from_slice(&text).expect("a whole JSON file");
         assert_eq!(value["name"], "w0");
         Some(serde_json::from_value(value["metadata"].take()).expect("worker metadata"))

@@ -2,6 +2,7 @@
 
 use protocol::metadata::REQUEST_CODEC;
 use protocol::request_plane::{ErrorCode, server_frame::Body};
+use tokio::io::AsyncReadExt;
 use tokio_util::sync::CancellationToken;
 use worker_agent::agent::{AgentError, Listeners, run};
 
@@ -37,9 +38,9 @@ async fn a_worker_registers_what_it_serves() {
 #[tokio::test]
 async fn a_deleted_registration_comes_back() {
     let worker = Worker::start(&[]).await;
-    std::fs::remove_file(worker.file()).expect("registered");
+    std::fs::remove_file(worker.file().expect("registered")).expect("its file");
     until("the registration's return", || worker.metadata()).await;
-    let file = worker.file();
+    let file = worker.file().expect("registered");
     worker.stop().await.expect("a clean end");
     assert!(!file.exists(), "an ended worker is not registered");
 }
@@ -70,7 +71,7 @@ async fn a_drain_finishes_what_runs_and_refuses_the_rest() {
     submission.finish(2);
     assert!(matches!(router.recv().await.body, Some(Body::Finished(_))));
     assert_eq!(router.recv_or_end().await, None);
-    let file = worker.file();
+    let file = worker.file().expect("registered");
     worker.stop().await.expect("a clean end");
     assert!(!file.exists());
 }
@@ -83,9 +84,41 @@ async fn a_drain_has_an_end() {
     let submission = worker.next_submission().await;
     worker.stop().await.expect("a clean end");
     submission.cancelled().await;
+    let mut told = None;
     while let Some(frame) = router.recv_or_end().await {
-        assert!(matches!(frame.body, Some(Body::Draining(_))), "{frame:?}");
+        match frame.body {
+            Some(Body::Failed(failed)) if frame.stream_id == 1 => told = Some((failed.code(), failed.message)),
+            Some(Body::Draining(_)) => {}
+            other => panic!("unexpected: {other:?}"),
+        }
     }
+    let why = "worker w0 is shutting down; its drain deadline of 0 s passed";
+    assert_eq!(told, Some((ErrorCode::Draining, why.to_owned())));
+}
+
+#[tokio::test]
+async fn silent_admin_connections_keep_no_probe_waiting() {
+    let worker = Worker::start(&[]).await;
+    let mut silent = Vec::new();
+    for _ in 0..200 {
+        silent.push(tokio::net::TcpStream::connect(worker.admin).await.expect("accepted"));
+    }
+    assert!(worker.get("/live").await.starts_with("HTTP/1.1 200"));
+    let mut first = silent.swap_remove(0);
+    let closed = within("the end of the oldest", first.read(&mut [0])).await;
+    assert!(matches!(closed, Ok(0) | Err(_)), "only so many are kept: {closed:?}");
+    worker.stop().await.expect("a clean end");
+}
+
+#[tokio::test]
+async fn a_discovery_directory_that_is_a_file_is_refused() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("file");
+    std::fs::write(&path, "").expect("a writable directory");
+    let config = config(&path, &[]);
+    let listeners = Listeners::bind(&config.settings().expect("valid")).await.expect("free ports");
+    let error = run(config, engine().0, model(), listeners, CancellationToken::new()).await.expect_err("refused");
+    assert_eq!(error.to_string(), format!("--discovery-dir {} is not a directory", path.display()));
 }
 
 #[tokio::test]
@@ -93,7 +126,7 @@ async fn an_engine_that_stops_ends_the_agent() {
     let mut worker = Worker::start(&[]).await;
     let (events, _) = tokio::sync::mpsc::unbounded_channel();
     drop(std::mem::replace(&mut worker.events, events));
-    let file = worker.file();
+    let file = worker.file().expect("registered");
     let ended = within("the agent's end", &mut worker.running).await.expect("no panic");
     assert_eq!(ended.expect_err("an error").to_string(), "the engine has stopped");
     assert!(!file.exists());

@@ -210,3 +210,22 @@ fn cycles_come_once_and_end() {
     let blocks: usize = indexer.dump().into_events().iter().map(|event| blocks_of(&event.data)).sum();
     assert_eq!(blocks, 3);
 }
+
+#[test]
+fn draws_are_different_blocks_that_are_held() {
+    let mut indexer = LocalIndexer::new(0, RingLimits::default());
+    assert_eq!(indexer.draw(5, 3), []);
+    indexer.apply(Tier::Device, KvEventData::Stored { parent: None, blocks: (0..50).map(block).collect() });
+    indexer.apply(Tier::Host, KvEventData::Stored { parent: None, blocks: (0..10).map(block).collect() });
+    indexer.apply(Tier::Device, KvEventData::Removed { blocks: (0..20).map(EngineHash).collect() });
+    let mut seen = HashSet::new();
+    for step in 0..64 {
+        let drawn: HashSet<_> = indexer.draw(step << 58, 8).into_iter().collect();
+        assert_eq!(drawn.len(), 8);
+        assert!(drawn.iter().all(|(tier, engine)| indexer.holds(*tier, *engine)));
+        seen.extend(drawn);
+    }
+    assert_eq!(seen.len(), 40, "each is drawn sooner or later");
+    assert_eq!(indexer.draw(u64::MAX, 100).len(), 40);
+    assert!(!indexer.holds(Tier::Device, EngineHash(3)) && indexer.holds(Tier::Host, EngineHash(3)));
+}

@@ -3,7 +3,7 @@
 pub struct ClientFrame {
     #[prost(uint64, tag = "1")]
     pub stream_id: u64,
-    #[prost(oneof = "client_frame::Body", tags = "2, 3, 4, 5, 6, 7, 8")]
+    #[prost(oneof = "client_frame::Body", tags = "2, 3, 4, 5, 6, 7, 8, 9")]
     pub body: ::core::option::Option<client_frame::Body>,
 }
 /// Nested message and enum types in `ClientFrame`.
@@ -31,13 +31,16 @@ pub mod client_frame {
         /// stream 0
         #[prost(message, tag = "8")]
         Ping(super::Ping),
+        /// opens a stream that answers with one KvSampled; only to workers whose card says so
+        #[prost(message, tag = "9")]
+        KvSample(super::KvSample),
     }
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ServerFrame {
     #[prost(uint64, tag = "1")]
     pub stream_id: u64,
-    #[prost(oneof = "server_frame::Body", tags = "2, 3, 4, 5, 6, 7, 8, 9")]
+    #[prost(oneof = "server_frame::Body", tags = "2, 3, 4, 5, 6, 7, 8, 9, 10")]
     pub body: ::core::option::Option<server_frame::Body>,
 }
 /// Nested message and enum types in `ServerFrame`.
@@ -64,6 +67,8 @@ pub mod server_frame {
         /// stream 0: open streams finish, new ones are refused
         #[prost(message, tag = "9")]
         Draining(super::Draining),
+        #[prost(message, tag = "10")]
+        KvSampled(super::KvSampled),
     }
 }
 /// Says who is calling and whom the caller means to reach. A worker that is not the one meant answers Failed(WRONG_WORKER).
@@ -314,6 +319,39 @@ pub mod kv_answer {
             }
         }
     }
+}
+/// Compares a few blocks: which of these does the worker hold, and what are some that it does hold?
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct KvSample {
+    #[prost(uint32, tag = "1")]
+    pub dp_rank: u32,
+    /// at most 1024
+    #[prost(message, repeated, tag = "2")]
+    pub blocks: ::prost::alloc::vec::Vec<KvBlock>,
+    /// how many of the worker's own blocks to draw at random; at most 1024
+    #[prost(uint32, tag = "3")]
+    pub draw: u32,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct KvBlock {
+    /// 0 device, 1 host memory, 2 disk, 3 shared pool
+    #[prost(uint32, tag = "1")]
+    pub tier: u32,
+    #[prost(fixed64, tag = "2")]
+    pub engine_hash: u64,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct KvSampled {
+    /// for each of the blocks asked for, in their order
+    #[prost(bool, repeated, tag = "1")]
+    pub held: ::prost::alloc::vec::Vec<bool>,
+    /// fewer when the worker holds fewer; a block may be drawn twice
+    #[prost(message, repeated, tag = "2")]
+    pub drawn: ::prost::alloc::vec::Vec<KvBlock>,
+    /// The newest event that the answer includes: it is compared with an index that has seen just as many. Absent when the worker
+    /// has published none.
+    #[prost(uint64, optional, tag = "3")]
+    pub last_event_id: ::core::option::Option<u64>,
 }
 /// A file of the model that a router needs: tokenizer.json, chat_template.jinja, …
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

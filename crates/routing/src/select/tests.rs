@@ -2,20 +2,21 @@
 
 use std::collections::BTreeMap;
 
-use kv_hashing::BlockSize;
-use kv_index::TierBlocks;
+use kv_index::WorkerId;
 use proptest::prelude::*;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 
 use super::*;
+use crate::filter::Target;
+use crate::load::{LoadConfig, NewBooking, Prompt, Reported, RouterId};
+use crate::worker::Role;
+
+mod limits;
+mod picks;
 
 fn rank(worker: u64) -> WorkerRank {
     WorkerRank { worker: WorkerId(worker), dp_rank: 0 }
-}
-
-fn worker(id: u64) -> Worker {
-    Worker { rank: rank(id), name: format!("w{id}").into(), model: "m".into(), draining: false }
 }
 
 fn prompt(tokens: usize) -> Prompt {
@@ -32,40 +33,92 @@ struct Scene {
     workers: Vec<Worker>,
     overlaps: Overlaps,
     load: ActiveLoad,
-    pinned: Option<WorkerId>,
-    excluded: Vec<WorkerId>,
+    pinned: Option<Target>,
+    excluded: Vec<Target>,
+    roles: Roles,
+    lora: Option<&'static str>,
+    revision: Option<&'static str>,
+    labels: Vec<(String, String)>,
+    cost: Option<CostConfig>,
     rng: StdRng,
 }
 
 impl Scene {
+    /// Workers 1 to `workers`.
     fn new(mode: Mode, workers: u64) -> Self {
+        Self::with(SelectorConfig { mode, ..SelectorConfig::default() }, workers)
+    }
+
+    fn with(config: SelectorConfig, workers: u64) -> Self {
+        let name = |id: u64| Worker::new(rank(id), format!("w{id}"), "m");
         Self {
-            selector: Selector::new(mode, CostConfig::default()),
-            workers: (1..=workers).map(worker).collect(),
+            selector: Selector::new(config),
+            workers: (1..=workers).map(name).collect(),
             overlaps: Overlaps::default(),
-            load: ActiveLoad::new(),
+            load: ActiveLoad::new(RouterId(0), LoadConfig::default()),
             pinned: None,
             excluded: Vec::new(),
+            roles: Roles::WHOLE,
+            lora: None,
+            revision: None,
+            labels: Vec::new(),
+            cost: None,
             rng: StdRng::seed_from_u64(1),
         }
     }
 
-    fn decide(&mut self) -> Result<Decision, Refusal> {
-        let set: WorkerSet = self.workers.iter().cloned().collect();
-        let prompt = prompt(160);
-        let request = Request { model: "m", prompt: &prompt, pinned: self.pinned, excluded: &self.excluded };
-        self.selector.decide(&set, &request, &self.overlaps, &self.load, &mut self.rng)
+    fn worker(&mut self, id: u64) -> &mut Worker {
+        self.workers.iter_mut().find(|worker| worker.rank == rank(id)).expect("a worker of the scene")
     }
 
-    fn explain(&self) -> Vec<Scored> {
+    /// Runs `tokens` tokens of prompt on a worker; `prefill` of them are not computed yet.
+    fn run(&mut self, worker: u64, tokens: usize, prefill: usize) -> crate::load::BookingId {
+        let booking = NewBooking {
+            request: "busy".into(),
+            rank: rank(worker),
+            prompt: prompt(tokens),
+            prefill_tokens: prefill,
+            expected_output_tokens: None,
+        };
+        self.load.book(booking)
+    }
+
+    fn ask<T>(
+        &mut self,
+        with: impl FnOnce(&mut Selector, &WorkerSet, &Request<'_>, &Overlaps, &ActiveLoad, &mut StdRng) -> T,
+    ) -> T {
         let set: WorkerSet = self.workers.iter().cloned().collect();
         let prompt = prompt(160);
-        let request = Request { model: "m", prompt: &prompt, pinned: self.pinned, excluded: &self.excluded };
-        self.selector.explain(&set, &request, &self.overlaps, &self.load)
+        let request = Request {
+            pinned: self.pinned,
+            excluded: &self.excluded,
+            roles: self.roles,
+            lora: self.lora,
+            revision: self.revision,
+            labels: &self.labels,
+            cost: self.cost,
+            ..Request::new("m", &prompt)
+        };
+        with(&mut self.selector, &set, &request, &self.overlaps, &self.load, &mut self.rng)
+    }
+
+    fn decide(&mut self) -> Result<Decision, Refusal> {
+        self.ask(|selector, set, request, overlaps, load, rng| selector.decide(set, request, overlaps, load, rng))
+    }
+
+    /// Does not use up randomness.
+    fn explain(&mut self) -> Explanation {
+        self.ask(|selector, set, request, overlaps, load, rng| {
+            selector.explain(set, request, overlaps, load, &mut rng.clone())
+        })
     }
 
     fn chosen(&mut self) -> u64 {
         self.decide().expect("somebody").rank.worker.0
+    }
+
+    fn exclusions(&mut self) -> Vec<Option<Exclusion>> {
+        self.explain().candidates.iter().map(|row| row.exclusion).collect()
     }
 }
 
@@ -75,136 +128,89 @@ fn the_documents_example_is_decided_for_the_second_worker() {
     scene.overlaps = overlaps(&[(1, 2), (2, 5), (3, 8)]);
     // Raw prefill is 10 blocks; what the workers decode already makes the rest: the request itself adds 10 blocks to each.
     for (id, decode) in [(1, 10), (2, 5), (3, 9)] {
-        let busy = scene.load.book(rank(id), prompt(decode * 16), 0);
-        scene.load.prefill_completed(busy);
+        scene.run(id, decode * 16, 0);
     }
     let explained = scene.explain();
-    let costs: Vec<f64> = explained.iter().map(|w| w.terms.expect("eligible").cost - 10.0).collect();
+    let costs: Vec<f64> = explained.candidates.iter().map(|row| row.cost - 10.0).collect();
     assert_eq!(costs, [18.0, 10.0, 11.0]);
     let decision = scene.decide().expect("somebody");
-    assert_eq!((decision.rank, Some(decision.terms)), (rank(2), explained[1].terms));
+    let terms: Vec<Terms> = explained.rows().filter_map(|(_, terms)| terms).collect();
+    assert_eq!((decision.rank, decision.terms), (rank(2), terms[1]));
+    assert_eq!((terms[1].prefill_blocks, terms[1].credits.device, terms[1].decode_blocks), (10.0, 5.0, 15.0));
+    assert_eq!((decision.eligible, decision.pick), (3, Pick::Lowest { ties: 1 }));
 }
 
 #[test]
 fn prompt_load_falls_with_the_first_token() {
     let mut scene = Scene::new(Mode::Kv, 2);
-    let busy = scene.load.book(rank(1), prompt(32), 32);
-    let terms = scene.explain()[0].terms.expect("eligible");
+    let busy = scene.run(1, 32, 32);
+    let first = |scene: &mut Scene| scene.explain().rows().next().and_then(|(_, terms)| terms).expect("eligible");
+    let terms = first(&mut scene);
     assert_eq!((terms.prefill_blocks, terms.decode_blocks), (12.0, 12.0));
     scene.load.prefill_completed(busy);
-    let terms = scene.explain()[0].terms.expect("eligible");
+    let terms = first(&mut scene);
     assert_eq!((terms.prefill_blocks, terms.decode_blocks), (10.0, 12.0));
 }
 
 #[test]
-fn ties_are_spread() {
+fn overlaps_of_workers_that_are_not_in_the_set_are_passed_over() {
     let mut scene = Scene::new(Mode::Kv, 4);
-    scene.overlaps = overlaps(&[(1, 3), (2, 3)]);
-    let mut seen = BTreeMap::new();
-    for _ in 0..200 {
-        *seen.entry(scene.chosen()).or_insert(0) += 1;
-    }
-    assert_eq!(seen.keys().copied().collect::<Vec<_>>(), [1, 2]);
-    assert!(seen.values().all(|n| *n > 60), "{seen:?}");
+    scene.overlaps = overlaps(&[(0, 9), (2, 3), (3, 1), (9, 9)]);
+    scene.workers.remove(1);
+    scene.run(2, 160, 0);
+    scene.run(4, 16, 0);
+    let found: Vec<(u32, u32)> =
+        scene.explain().candidates.iter().map(|row| (row.overlap.device, row.load.active_blocks)).collect();
+    assert_eq!(found, [(0, 0), (1, 0), (0, 1)]);
 }
 
 #[test]
-fn round_robin_takes_turns_whatever_the_overlap() {
-    let mut scene = Scene::new(Mode::RoundRobin, 3);
-    scene.overlaps = overlaps(&[(1, 10)]);
-    let turns: Vec<u64> = (0..6).map(|_| scene.chosen()).collect();
-    assert_eq!(turns, [1, 2, 3, 1, 2, 3]);
-}
-
-#[test]
-fn a_turn_of_one_model_is_none_of_another() {
-    let mut scene = Scene::new(Mode::RoundRobin, 2);
-    scene.workers.extend((3..=4).map(|id| Worker { model: "other".into(), ..worker(id) }));
-    let set: WorkerSet = scene.workers.iter().cloned().collect();
-    let prompt = prompt(16);
-    let mut seen = Vec::new();
-    for model in ["m", "other", "m", "other"] {
-        let request = Request { model, prompt: &prompt, pinned: None, excluded: &[] };
-        let decision = scene.selector.decide(&set, &request, &scene.overlaps, &scene.load, &mut scene.rng);
-        seen.push(decision.expect("somebody").rank.worker.0);
-    }
-    assert_eq!(seen, [1, 3, 2, 4]);
-    (0..TURNS * 2).for_each(|n| {
-        scene.selector.turn(&n.to_string());
-    });
-    assert!(scene.selector.turns.len() <= TURNS);
-}
-
-#[test]
-fn random_reaches_everybody() {
-    let mut scene = Scene::new(Mode::Random, 3);
-    let seen: std::collections::BTreeSet<u64> = (0..60).map(|_| scene.chosen()).collect();
-    assert_eq!(seen.len(), 3);
-}
-
-#[test]
-fn temperature_prefers_the_cheaper_but_not_always() {
+fn a_request_brings_its_own_weights() {
     let mut scene = Scene::new(Mode::Kv, 2);
     scene.overlaps = overlaps(&[(1, 8)]);
-    scene.selector.cost.temperature = 1.0;
-    // Scaled costs are 0 and 1: the odds are e to 1, so 73 % of 1000.
-    let cheaper = (0..1000).filter(|_| scene.chosen() == 1).count();
-    assert!((680..780).contains(&cheaper), "{cheaper}");
-    scene.selector.cost.temperature = 0.01;
-    assert!((0..100).all(|_| scene.chosen() == 1));
-}
-
-#[test]
-fn filters_say_why() {
-    let mut scene = Scene::new(Mode::Kv, 4);
-    scene.workers[0].draining = true;
-    scene.workers[1].model = "other".into();
-    scene.excluded = vec![WorkerId(3)];
-    assert_eq!(scene.chosen(), 4);
-    let verdicts: Vec<Verdict> = scene.explain().iter().map(|w| w.verdict).collect();
-    use Exclusion::{Draining, Excluded, OtherModel};
-    use Verdict::{Eligible, Out};
-    assert_eq!(verdicts, [Out(Draining), Out(OtherModel), Out(Excluded), Eligible]);
-}
-
-#[test]
-fn a_pin_is_kept_or_refused() {
-    let mut scene = Scene::new(Mode::Kv, 3);
-    scene.overlaps = overlaps(&[(1, 10)]);
-    scene.pinned = Some(WorkerId(2));
+    scene.run(1, 64, 0);
+    assert_eq!(scene.chosen(), 1, "8 blocks of credit against 4 of load");
+    scene.cost = Some(CostConfig { overlap_score_credit: 0.25, ..CostConfig::default() });
     assert_eq!(scene.chosen(), 2);
-    scene.pinned = Some(WorkerId(9));
-    assert_eq!(scene.decide(), Err(Refusal::UnknownPin(WorkerId(9))));
-    scene.pinned = Some(WorkerId(2));
-    scene.workers[1].draining = true;
-    assert_eq!(scene.decide(), Err(Refusal::AllOut));
-}
-
-#[test]
-fn nobody_and_nobody_left_are_different_refusals() {
-    let mut scene = Scene::new(Mode::Kv, 0);
-    assert_eq!(scene.decide(), Err(Refusal::NoWorker));
-    let mut scene = Scene::new(Mode::Kv, 2);
-    scene.excluded = vec![WorkerId(1), WorkerId(2)];
-    assert_eq!(scene.decide(), Err(Refusal::AllOut));
+    assert_eq!(scene.explain().cost.overlap_score_credit, 0.25);
+    scene.cost = None;
+    assert_eq!(scene.chosen(), 1, "and leaves those of the others alone");
 }
 
 proptest! {
     #[test]
-    fn no_eligible_worker_is_cheaper_than_the_chosen_one(
+    fn an_explanation_is_what_a_decision_would_be(
+        mode in prop::sample::select(vec![Mode::Kv, Mode::RoundRobin, Mode::Random, Mode::PowerOfTwo, Mode::LeastLoaded, Mode::Direct]),
+        temperature in prop::sample::select(vec![0.0, 0.5]),
         held in prop::collection::vec(0..11_u32, 1..9),
-        busy in prop::collection::vec((0..9_u64, 1..400_usize), 0..20),
+        busy in prop::collection::vec((1..9_u64, 1..400_usize), 0..20),
+        draining in prop::collection::vec(any::<bool>(), 9),
+        pinned in prop::option::of(1..10_u64),
         seed in any::<u64>(),
     ) {
-        let mut scene = Scene::new(Mode::Kv, held.len() as u64);
+        let cost = CostConfig { temperature, ..CostConfig::default() };
+        let mut scene = Scene::with(SelectorConfig { mode, cost, ..SelectorConfig::default() }, held.len() as u64);
         scene.rng = StdRng::seed_from_u64(seed);
+        scene.pinned = pinned.map(|id| Target::worker(WorkerId(id)));
         scene.overlaps = held.iter().enumerate().map(|(i, o)| (rank(i as u64 + 1), TierBlocks { device: *o, ..TierBlocks::default() })).collect();
         for (worker, tokens) in busy {
-            scene.load.book(rank(worker), prompt(tokens), tokens);
+            scene.run(worker, tokens, tokens);
         }
-        let explained = scene.explain();
-        let decision = scene.decide().expect("somebody");
-        let least = explained.iter().filter_map(|w| w.terms).map(|t| t.cost).fold(f64::INFINITY, f64::min);
-        prop_assert_eq!(decision.terms.cost, least);
+        scene.workers.iter_mut().zip(draining).for_each(|(worker, draining)| worker.draining = draining);
+        for _ in 0..3 {
+            let explained = scene.explain();
+            prop_assert_eq!(scene.explain(), explained.clone(), "asking changes nothing");
+            let decided = scene.decide();
+            prop_assert_eq!(&explained.outcome, &decided);
+            prop_assert_eq!(scene.selector.candidates(), &explained.candidates[..]);
+            for (row, terms) in explained.rows() {
+                prop_assert_eq!(row.cost, terms.map_or(f64::INFINITY, |terms| terms.cost));
+            }
+            if let (Ok(decision), Mode::Kv, 0.0) = (decided, mode, temperature) {
+                let least = explained.candidates.iter().map(|row| row.cost).fold(f64::INFINITY, f64::min);
+                let ties = explained.candidates.iter().filter(|row| row.cost == least).count() as u32;
+                prop_assert_eq!((decision.terms.cost, decision.pick), (least, Pick::Lowest { ties }));
+            }
+        }
     }
 }

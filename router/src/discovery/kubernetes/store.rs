@@ -22,7 +22,7 @@ const LIST: Duration = Duration::from_secs(15);
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
 /// Objects by name, each reduced to a `V`; objects that reduce to nothing are left out.
-pub(super) struct Watched<V> {
+pub(crate) struct Watched<V> {
     kind: &'static str,
     restart: Box<dyn Fn() -> Changes<V> + Send + Sync>,
     changes: Changes<V>,
@@ -49,7 +49,7 @@ enum Change<V> {
 }
 
 /// Starts watching.
-pub(super) fn watch<K, V>(
+pub(crate) fn watch<K, V>(
     kind: &'static str,
     api: Api<K>,
     selector: Option<String>,
@@ -89,12 +89,12 @@ fn change<K: Resource, V>(event: Event<K>, reduce: fn(K) -> Option<V>) -> Change
 
 impl<V> Watched<V> {
     /// The last complete list with what changed since; `None` before the first one.
-    pub(super) fn list(&self) -> Option<&HashMap<String, V>> {
+    pub(crate) fn list(&self) -> Option<&HashMap<String, V>> {
         self.listed.as_ref()
     }
 
     /// Waits for the list to change. May be dropped and called again.
-    pub(super) async fn changed(&mut self) {
+    pub(crate) async fn changed(&mut self) {
         loop {
             if let Some(until) = self.paused_until {
                 sleep_until(until).await;

@@ -168,3 +168,17 @@ proptest! {
         prop_assert_eq!(applied, (0..total).collect::<Vec<_>>());
     }
 }
+
+#[test]
+fn a_late_event_of_an_earlier_life_is_dropped_and_not_asked_for_again_and_again() {
+    let (mut cursor, now) = live(Some(4));
+    assert_eq!(cursor.live(event(9), now), Verdict::Gap);
+    assert_eq!(cursor.take_wish(), Some(Wish::Range { start: 5, end: Some(8) }));
+    // The worker has nothing after 4: whoever sent 9 is no more.
+    assert_eq!(cursor.ranged(Vec::new(), Some(4), now), []);
+    assert!(cursor.release().is_empty());
+    assert_eq!(cursor.take_wish(), Some(Wish::Dump));
+    cursor.dumped(Some(4), now);
+    assert!(cursor.release().is_empty() && cursor.is_live());
+    assert_eq!(cursor.live(event(5), now), Verdict::Apply(event(5)));
+}

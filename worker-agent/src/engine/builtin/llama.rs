@@ -20,7 +20,7 @@ use std::path::Path;
 pub use self::config::{Architecture, Config, LoadError};
 use self::forward::Scratch;
 use self::weights::Weights;
-use super::arena::{KvArena, KvShape};
+use super::arena::KvArena;
 use super::gguf::Gguf;
 use super::kernels::Isa;
 use super::kernels::threads::ThreadPool;
@@ -56,13 +56,7 @@ impl Llama {
     pub fn from_gguf(gguf: &Gguf, options: LlamaOptions) -> Result<Llama, LoadError> {
         let config = Config::read(gguf)?;
         let weights = Weights::load(gguf, &config)?;
-        let shape = KvShape {
-            layers: config.layers,
-            kv_heads: config.kv_heads,
-            head_dim: config.head_dim,
-            block_size: options.block_size,
-        };
-        let arena = KvArena::new(shape, options.total_blocks)?;
+        let arena = KvArena::new(config.kv_shape(options.block_size), options.total_blocks)?;
         let pool = ThreadPool::new(options.threads).map_err(LoadError::Threads)?;
         Ok(Llama { config, weights, arena, pool, isa: Isa::detect(), scratch: Scratch::default() })
     }

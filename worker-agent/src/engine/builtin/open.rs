@@ -6,7 +6,8 @@ use std::path::Path;
 use kv_hashing::BlockSize;
 
 use super::gguf::Gguf;
-use super::llama::{Llama, LlamaOptions, LoadError};
+use super::llama::{Config, Llama, LlamaOptions, LoadError};
+use super::memory::{self, NoRoom};
 use super::scheduler::{InvalidConfig, SchedulerConfig};
 use super::service::{BuiltIn, StartError};
 use crate::artifacts::{ArtifactError, Artifacts};
@@ -61,6 +62,9 @@ pub enum OpenError {
     /// The file, or a model of a kind that we do not compute.
     #[error(transparent)]
     Load(#[from] LoadError),
+    /// The arena.
+    #[error(transparent)]
+    Memory(#[from] NoRoom),
     /// The tokenizer.
     #[error(transparent)]
     Artifacts(#[from] ArtifactError),
@@ -77,9 +81,20 @@ pub enum OpenError {
     },
 }
 
+/// Checks that the arenas of so many engines of these sizes fit into memory beside each other. Reads the file's head only.
+pub fn fits(path: &Path, options: &OpenOptions, engines: usize) -> Result<(), OpenError> {
+    room(&Gguf::open(path).map_err(LoadError::from)?, options, engines)
+}
+
+fn room(gguf: &Gguf, options: &OpenOptions, engines: usize) -> Result<(), OpenError> {
+    let shape = Config::read(gguf)?.kv_shape(options.block_size as usize);
+    Ok(memory::check(shape.block_bytes(), options.total_blocks, engines)?)
+}
+
 /// Opens a model file, makes its artifacts, and starts the engine.
 pub fn open(path: &Path, options: OpenOptions) -> Result<(BuiltIn, Artifacts, ModelFacts), OpenError> {
     let gguf = Gguf::open(path).map_err(LoadError::from)?;
+    room(&gguf, &options, 1)?;
     let artifacts = Artifacts::from_gguf(&gguf)?;
     let block_size =
         BlockSize::new(options.block_size).ok_or_else(|| StartError::from(InvalidConfig::TooSmall("block_size", 1)))?;
@@ -184,5 +199,8 @@ mod tests {
         }
         let few = OpenOptions { max_num_batched_tokens: 1, total_blocks: 4, ..OpenOptions::default() };
         assert!(message(&test_model::path(), few).contains("max_num_batched_tokens"));
+        let many = OpenOptions { total_blocks: 100_000_000, ..OpenOptions::default() };
+        let text = message(&test_model::path(), many);
+        assert!(text.contains("--kv-blocks 100000000 needs 36864.0 GB (368640 bytes a block)"), "{text}");
     }
 }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use super::pool::BlockPool;
 use super::stop::Vocabulary;
-use super::{Chunk, Logits};
+use super::{Chunk, Logits, NextToken};
 use crate::engine::{ArenaEvent, EngineInfo, EngineLoad, EngineOutput, SubmitError};
 
 mod request;
@@ -92,6 +92,8 @@ struct Planned {
 pub struct Scheduler {
     config: SchedulerConfig,
     vocab: usize,
+    /// Chooses tokens; absent where samplers choose by logits.
+    next_token: Option<Arc<dyn NextToken>>,
     pool: BlockPool,
     next_id: u64,
     /// Holding blocks; by rank, highest first.
@@ -110,6 +112,7 @@ impl Scheduler {
         let config = config.validated()?;
         Ok(Self {
             vocab,
+            next_token: None,
             pool: BlockPool::new(config.engine.total_blocks),
             next_id: 0,
             running: Vec::new(),
@@ -120,10 +123,20 @@ impl Scheduler {
         })
     }
 
+    /// A scheduler for a forward pass that has no logits.
+    pub fn without_logits(
+        config: SchedulerConfig,
+        vocab: usize,
+        next_token: Arc<dyn NextToken>,
+    ) -> Result<Self, InvalidConfig> {
+        Ok(Self { next_token: Some(next_token), ..Self::new(config, vocab)? })
+    }
+
     /// What a request must keep to.
     pub fn limits(&self, vocabulary: Arc<Vocabulary>) -> Limits {
         let e = &self.config.engine;
-        Limits { context_length: e.context_length, block_size: e.block_size, vocab: self.vocab, vocabulary }
+        let next_token = self.next_token.clone();
+        Limits { context_length: e.context_length, block_size: e.block_size, vocab: self.vocab, vocabulary, next_token }
     }
 
     /// Sizes in force.
@@ -166,8 +179,8 @@ impl Scheduler {
     }
 
     /// Requests that wait for their first step.
-    pub fn waiting(&self) -> usize {
-        self.waiting.len()
+    pub fn waiting_ids(&self) -> impl Iterator<Item = RequestId> {
+        self.waiting.values().map(|sequence| sequence.id)
     }
 
     /// How busy the engine is.
@@ -201,21 +214,24 @@ impl Scheduler {
         self.planned.iter().map(|p| self.running[p.index].chunk(p.tokens, p.logits)).collect()
     }
 
-    /// Takes the logits of the step just planned, one row for each position wanted, in the order of its chunks.
+    /// Takes the logits of the step just planned, one row for each position wanted, in the order of its chunks; none at all
+    /// where there are none.
     ///
     /// # Panics
     /// When `logits` has another length.
     pub fn apply(&mut self, logits: &mut [f32]) -> Vec<(RequestId, EngineOutput)> {
         let wanted: usize = self.planned.iter().map(|p| p.logits.rows(p.tokens)).sum();
-        assert_eq!(logits.len(), wanted * self.vocab, "the forward pass returned another number of logits than wanted");
+        let row = if self.next_token.is_some() { 0 } else { self.vocab };
+        assert_eq!(logits.len(), wanted * row, "the forward pass returned another number of logits than wanted");
         let mut rows = logits;
         let mut outputs = Vec::new();
         for planned in std::mem::take(&mut self.planned) {
             let sequence = &mut self.running[planned.index];
             sequence.advance(planned.tokens, &mut self.pool);
+            let positions = planned.logits.rows(planned.tokens);
             let own;
-            (own, rows) = rows.split_at_mut(planned.logits.rows(planned.tokens) * self.vocab);
-            sequence.take_logits(own, self.vocab, &mut outputs);
+            (own, rows) = rows.split_at_mut(positions * row);
+            sequence.take_logits(own, positions, &mut outputs);
         }
         for sequence in self.running.extract_if(.., |sequence| sequence.ended) {
             self.pool.release(&sequence.table);

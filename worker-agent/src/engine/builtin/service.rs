@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 
 use parking_lot::{Condvar, Mutex};
 use protocol::request_plane::Generate;
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, WeakUnboundedSender, unbounded_channel};
 
 use super::Forward;
 use super::scheduler::{InvalidConfig, Limits, Request, RequestId, Scheduler, SchedulerConfig};
@@ -48,12 +48,15 @@ impl BuiltIn {
     pub fn start(
         forward: impl Forward + 'static,
         config: SchedulerConfig,
-        vocabulary: Vocabulary,
+        vocabulary: impl Into<Arc<Vocabulary>>,
     ) -> Result<Self, StartError> {
         let max_waiting = config.max_waiting;
-        let scheduler = Scheduler::new(config, forward.vocab())?;
+        let scheduler = match forward.next_token() {
+            None => Scheduler::new(config, forward.vocab())?,
+            Some(next_token) => Scheduler::without_logits(config, forward.vocab(), next_token)?,
+        };
         let (events, events_receiver) = unbounded_channel();
-        let (info, limits) = (scheduler.info().clone(), scheduler.limits(Arc::new(vocabulary)));
+        let (info, limits) = (scheduler.info().clone(), scheduler.limits(vocabulary.into()));
         let shared = Arc::new(Shared::default());
         let runner =
             Runner { scheduler, forward, shared: shared.clone(), outputs: HashMap::new(), events, logits: Vec::new() };
@@ -100,7 +103,10 @@ impl Engine for BuiltIn {
         if inbox.closed {
             return Err(SubmitError::Stopped);
         }
-        if inbox.requests.len() + self.shared.load.not_started.load(Relaxed) >= self.max_waiting {
+        if inbox.len() >= self.max_waiting {
+            inbox.forget_cancelled();
+        }
+        if inbox.len() >= self.max_waiting {
             return Err(SubmitError::Overloaded(self.max_waiting));
         }
         inbox.requests.push_back(Submission { request, outputs });
@@ -131,8 +137,23 @@ struct Shared {
 #[derive(Default)]
 struct Inbox {
     requests: VecDeque<Submission>,
+    /// Of the requests that the scheduler has and that wait for their first step; weak, for only the engine's thread ends them.
+    not_started: Vec<WeakUnboundedSender<EngineOutput>>,
     /// No request will be taken any more.
     closed: bool,
+}
+
+impl Inbox {
+    /// Requests that wait for their first step, here and in the scheduler.
+    fn len(&self) -> usize {
+        self.requests.len() + self.not_started.len()
+    }
+
+    /// Counts only those that somebody waits for: a step can take long, and until it ends the scheduler keeps the others.
+    fn forget_cancelled(&mut self) {
+        self.requests.retain(|submission| !submission.outputs.is_closed());
+        self.not_started.retain(|outputs| outputs.upgrade().is_some_and(|outputs| !outputs.is_closed()));
+    }
 }
 
 struct Submission {
@@ -148,8 +169,6 @@ struct LoadCells {
     active_blocks: AtomicUsize,
     used_blocks: AtomicUsize,
     pending_prefill_tokens: AtomicUsize,
-    /// Requests inside the scheduler that wait for their first step.
-    not_started: AtomicUsize,
 }
 
 impl LoadCells {
@@ -163,13 +182,12 @@ impl LoadCells {
         }
     }
 
-    fn write(&self, load: EngineLoad, not_started: usize) {
+    fn write(&self, load: EngineLoad) {
         self.running.store(load.running, Relaxed);
         self.waiting.store(load.waiting, Relaxed);
         self.active_blocks.store(load.active_blocks, Relaxed);
         self.used_blocks.store(load.used_blocks, Relaxed);
         self.pending_prefill_tokens.store(load.pending_prefill_tokens, Relaxed);
-        self.not_started.store(not_started, Relaxed);
     }
 }
 
@@ -202,29 +220,51 @@ impl<F: Forward> Runner<F> {
 
     /// Moves new requests to the scheduler; parked while there is nothing at all to do. False when the engine shall stop.
     fn take_requests(&mut self) -> bool {
-        let mut inbox = self.shared.inbox.lock();
-        while self.scheduler.is_idle() && inbox.requests.is_empty() && !inbox.closed {
-            self.shared.wake.wait(&mut inbox);
+        let idle = self.scheduler.is_idle();
+        let shared = self.shared.clone();
+        let mut inbox = shared.inbox.lock();
+        while idle && inbox.requests.is_empty() && !inbox.closed {
+            shared.wake.wait(&mut inbox);
         }
         if inbox.closed {
             return false;
         }
+        self.drop_cancelled();
         for Submission { request, outputs } in inbox.requests.drain(..) {
+            if outputs.is_closed() {
+                continue;
+            }
             match self.scheduler.enqueue(request) {
                 Ok(id) => drop(self.outputs.insert(id, outputs)),
                 // Inbox and queue share one bound, so this is no path of normal work; the caller learns of it anyway.
                 Err(refused) => drop(outputs.send(EngineOutput::Failed(refused.to_string()))),
             }
         }
+        self.note_not_started(&mut inbox);
         self.publish_load();
+        if idle {
+            self.forward.resume();
+        }
         true
     }
 
-    /// Drops what nobody waits for, then runs one step.
-    fn step(&mut self) {
+    /// Drops what nobody waits for: it shall neither be computed nor take the place of a new request.
+    fn drop_cancelled(&mut self) {
         self.outputs.retain(|_, outputs| !outputs.is_closed());
         self.scheduler.retain(|id| self.outputs.contains_key(&id));
+    }
+
+    /// Tells callers who takes a place in the queue.
+    fn note_not_started(&self, inbox: &mut Inbox) {
+        let waiting = self.scheduler.waiting_ids().filter_map(|id| self.outputs.get(&id));
+        inbox.not_started.clear();
+        inbox.not_started.extend(waiting.map(UnboundedSender::downgrade));
+    }
+
+    /// Runs one step.
+    fn step(&mut self) {
         self.scheduler.plan();
+        self.note_not_started(&mut self.shared.inbox.lock());
         self.publish_load();
         self.publish_events();
         self.logits.clear();
@@ -248,7 +288,7 @@ impl<F: Forward> Runner<F> {
     }
 
     fn publish_load(&self) {
-        self.shared.load.write(self.scheduler.load(), self.scheduler.waiting());
+        self.shared.load.write(self.scheduler.load());
     }
 
     fn publish_events(&mut self) {

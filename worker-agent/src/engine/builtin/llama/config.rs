@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::super::arena::ArenaError;
+use super::super::arena::{ArenaError, KvShape};
 use super::super::gguf::{Gguf, GgufError};
 
 /// Why a model cannot be loaded.
@@ -82,6 +82,11 @@ pub struct Config {
 }
 
 impl Config {
+    /// What a block of `block_size` tokens holds.
+    pub fn kv_shape(&self, block_size: usize) -> KvShape {
+        KvShape { layers: self.layers, kv_heads: self.kv_heads, head_dim: self.head_dim, block_size }
+    }
+
     /// Reads and checks the metadata.
     pub fn read(gguf: &Gguf) -> Result<Config, LoadError> {
         let name: &str = gguf.require("general.architecture")?;

@@ -6,6 +6,7 @@ use kv_hashing::{BlockHash, BlockSize, HashSpace, SequenceHash, sequence_hashes}
 use protocol::request_plane::Generate;
 
 use crate::engine::SubmitError;
+use crate::engine::builtin::NextToken;
 use crate::engine::builtin::sampling::{Sampler, SamplingParams};
 use crate::engine::builtin::stop::{StopWatch, Vocabulary};
 
@@ -20,6 +21,17 @@ pub struct Limits {
     pub vocab: usize,
     /// Text of tokens, and which end an answer.
     pub vocabulary: Arc<Vocabulary>,
+    /// Chooses tokens; absent where each request's sampler chooses by logits.
+    pub next_token: Option<Arc<dyn NextToken>>,
+}
+
+/// How a request's tokens are chosen.
+#[derive(Clone, Debug)]
+pub(super) enum Choice {
+    /// By logits.
+    Sampled(Sampler),
+    /// There are no logits.
+    Given(Arc<dyn NextToken>),
 }
 
 /// A validated request, its prompt already hashed: made on the caller's thread, not on the engine's.
@@ -29,7 +41,7 @@ pub struct Request {
     pub(super) block_size: BlockSize,
     pub(super) space: HashSpace,
     pub(super) hashes: Vec<(BlockHash, SequenceHash)>,
-    pub(super) sampler: Sampler,
+    pub(super) choice: Choice,
     pub(super) stop: StopWatch,
     pub(super) logprobs: Option<usize>,
     pub(super) prompt_logprobs: bool,
@@ -56,13 +68,19 @@ impl Request {
         if stop.max_tokens == 0 {
             return invalid("stop.max_tokens must be at least 1".into());
         }
+        if limits.next_token.is_some() && (wire.logprobs.is_some() || wire.prompt_logprobs) {
+            return invalid("this engine has no logits, and so no log-probabilities".into());
+        }
         let params = SamplingParams::new(&wire.sampling.unwrap_or_default(), limits.vocab, seed)
             .map_err(|error| SubmitError::Invalid(error.to_string()))?;
         let space = HashSpace::new(Some(&wire.lora), Some(&wire.cache_namespace));
         let local = space.blocks(&prompt, limits.block_size);
         let sequence = sequence_hashes(&local);
         Ok(Self {
-            sampler: Sampler::new(params, &prompt),
+            choice: match &limits.next_token {
+                None => Choice::Sampled(Sampler::new(params, &prompt)),
+                Some(next_token) => Choice::Given(next_token.clone()),
+            },
             stop: StopWatch::new(stop, context - tokens, limits.vocabulary.clone()),
             hashes: local.into_iter().zip(sequence).collect(),
             block_size: limits.block_size,

@@ -5,11 +5,12 @@ use std::cmp::Reverse;
 use kv_hashing::{BlockHash, BlockSize, HashSpace, SequenceHash, chain};
 use protocol::request_plane::TokenLogprobs;
 
+use super::request::Choice;
 use super::{Request, RequestId};
 use crate::engine::builtin::pool::BlockPool;
-use crate::engine::builtin::sampling::{Sampler, token_logprobs};
+use crate::engine::builtin::sampling::token_logprobs;
 use crate::engine::builtin::stop::{Ending, StopWatch};
-use crate::engine::builtin::{BlockId, Chunk, Logits};
+use crate::engine::builtin::{BlockId, Chunk, Context, Logits};
 use crate::engine::{EngineOutput, Finish};
 
 /// Order of service: higher priority first, then the older request.
@@ -34,7 +35,7 @@ pub(super) struct Sequence {
     computed: usize,
     /// Leading blocks of the table that are cached; `computed` covers them.
     committed: usize,
-    sampler: Sampler,
+    choice: Choice,
     stop: StopWatch,
     /// Alternatives to return with each token.
     logprobs: Option<usize>,
@@ -61,7 +62,7 @@ impl Sequence {
             hashes: request.hashes,
             computed: 0,
             committed: 0,
-            sampler: request.sampler,
+            choice: request.choice,
             stop: request.stop,
             logprobs: request.logprobs,
             prompt_logprobs: request.prompt_logprobs.then(Vec::new),
@@ -144,19 +145,25 @@ impl Sequence {
         }
     }
 
-    /// Takes the rows of logits of the chunk just computed, and chooses a token if its last row is the newest position's.
-    pub(super) fn take_logits(&mut self, rows: &mut [f32], vocab: usize, outputs: &mut Vec<(RequestId, EngineOutput)>) {
-        let positions = rows.len() / vocab;
+    /// Takes the rows of logits of the chunk just computed, one for each of `positions`, and chooses a token if the last of
+    /// them is the newest position. Rows have length 0 where there are no logits.
+    pub(super) fn take_logits(
+        &mut self,
+        rows: &mut [f32],
+        positions: usize,
+        outputs: &mut Vec<(RequestId, EngineOutput)>,
+    ) {
+        let length = rows.len().checked_div(positions).unwrap_or(0);
         if let Some(entries) = &mut self.prompt_logprobs {
             let first = self.computed - positions;
-            for (row, position) in rows.chunks_exact(vocab).zip(first..) {
+            for (row, position) in rows.chunks_exact(length.max(1)).zip(first..) {
                 if position + 1 < self.prompt_tokens {
                     entries.push(token_logprobs(row, self.tokens[position + 1], self.logprobs.unwrap_or(0)));
                 }
             }
         }
         if positions > 0 && self.computed == self.tokens.len() {
-            let row = &mut rows[(positions - 1) * vocab..];
+            let row = &mut rows[(positions - 1) * length..];
             self.choose(row, outputs);
         }
     }
@@ -174,7 +181,17 @@ impl Sequence {
 
     fn choose(&mut self, row: &mut [f32], outputs: &mut Vec<(RequestId, EngineOutput)>) {
         let raw = self.logprobs.map(|_| row.to_vec());
-        let token = match self.sampler.sample(row, self.stop.masked(), self.tokens.len()) {
+        let masked = self.stop.masked();
+        let chosen = match &mut self.choice {
+            Choice::Sampled(sampler) => sampler.sample(row, masked, self.tokens.len()),
+            Choice::Given(next_token) => {
+                let full = self.block_size.full_blocks(self.tokens.len());
+                let prefix = full.checked_sub(1).map(|last| self.hashes[last].1);
+                let tail = &self.tokens[full * self.block_size.get()..];
+                Ok(next_token.next(Context { tokens: &self.tokens, prefix, tail }, masked))
+            }
+        };
+        let token = match chosen {
             Ok(token) => token,
             Err(error) => {
                 self.ended = true;

@@ -151,6 +151,33 @@ async fn the_queue_is_bounded_and_load_shows_it() {
 }
 
 #[tokio::test]
+async fn cancelled_requests_take_no_place_in_the_queue() {
+    let (gate, forward) = Gate::new(Shadow::new(8, 4));
+    // The arena holds one request at a time: the others wait, first in the inbox, then in the scheduler.
+    let engine = start(forward, config(8, 8, 2));
+    let mut first = engine.submit(generate(0..24, 1)).expect("room");
+    gate.entered();
+    for _ in 0..10 {
+        let cancelled = [engine.submit(generate(0..8, 1)), engine.submit(generate(0..8, 1))];
+        assert!(cancelled.iter().all(Result::is_ok), "only those count that somebody waits for");
+    }
+    let waiting =
+        [engine.submit(generate(30..50, 1)).expect("room"), engine.submit(generate(60..80, 1)).expect("room")];
+    gate.permit();
+    gate.entered();
+    assert!(matches!(engine.submit(generate(0..8, 1)), Err(SubmitError::Overloaded(2))), "both wait in the scheduler");
+    drop(waiting);
+    let mut last_two =
+        [engine.submit(generate(0..8, 1)).expect("room"), engine.submit(generate(0..8, 1)).expect("room")];
+    assert!(matches!(engine.submit(generate(0..8, 1)), Err(SubmitError::Overloaded(2))));
+    (0..16).for_each(|_| gate.permit());
+    assert!(matches!(last(&mut first).await, EngineOutput::Finished(_)));
+    for outputs in &mut last_two {
+        assert!(matches!(last(outputs).await, EngineOutput::Finished(_)));
+    }
+}
+
+#[tokio::test]
 async fn invalid_requests_are_refused_at_once() {
     let engine = start(Shadow::new(8, 4), config(8, 16, 8));
     assert!(matches!(engine.submit(generate(0..32, 1)), Err(SubmitError::Invalid(_))));

@@ -1,106 +1,23 @@
-//! The global view: which (worker, rank) holds which prefix in which tier, built from the events of all workers.
+//! The obvious index, which the fast one is tested against: one flat table from sequence hash to owners.
 //!
-//! One flat table from sequence hash to owners. A sequence hash names a whole prefix, so there are no branches to keep: an
-//! entry nobody owns is gone, and a removed middle block simply cuts the prefix until it is stored again. Engine hashes are
-//! opaque; each rank keeps what it needs to turn them into sequence hashes (nothing extra where the two are equal).
-//! Events are applied as they come: numbering, gaps and recovery are the caller's business.
+//! A sequence hash names a whole prefix, so there are no branches to keep: an entry nobody owns is gone, and a removed middle
+//! block simply cuts the prefix until it is stored again. Engine hashes are opaque; each rank keeps what it needs to turn them
+//! into sequence hashes.
 
 mod holdings;
 mod slots;
 
 use std::collections::{BTreeMap, HashMap};
 
-use kv_hashing::{BlockHash, BlockSize, HashSpace, SequenceHash, chain};
+use kv_hashing::{BlockHash, BlockSize, HashSpace, SequenceHash, chain, sequence_hashes};
 
+use crate::MAX_RANK_BLOCKS;
 use crate::event::{EngineHash, KvEventData, StoredBlock, Tier, WorkerId, WorkerRank};
 use crate::hash::HashBuilder;
+use crate::index::KvIndex;
+use crate::overlap::{Applied, Overlaps, TierBlocks};
 use holdings::{Holdings, TIERS};
 use slots::{Owners, Slot, SlotMask};
-
-/// Most blocks of one rank, over all tiers, unless [`PrefixIndex::set_limit`] says otherwise: 64 Mi tokens in blocks
-/// of 16. A broken engine costs at most 4 Mi × (32 bytes of table + 16 of holdings, twice with the tables' slack) = 400 MB.
-pub const MAX_RANK_BLOCKS: usize = 4 << 20;
-
-/// Prefix blocks of one rank, by tier. Each block counts once, in the fastest tier that holds it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TierBlocks {
-    /// In device memory.
-    pub device: u32,
-    /// In host memory and not in device memory.
-    pub host: u32,
-    /// On local disk only.
-    pub disk: u32,
-    /// In a shared pool only.
-    pub shared: u32,
-}
-
-impl TierBlocks {
-    /// Blocks in any tier.
-    pub fn total(self) -> u32 {
-        self.device + self.host + self.disk + self.shared
-    }
-
-    fn of(&mut self, tier: Tier) -> &mut u32 {
-        match tier {
-            Tier::Device => &mut self.device,
-            Tier::Host => &mut self.host,
-            Tier::Disk => &mut self.disk,
-            Tier::Shared => &mut self.shared,
-        }
-    }
-}
-
-/// How much of a prompt each rank holds: the answer to a match. Ranks that hold nothing of it are absent.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Overlaps {
-    /// Sorted by rank.
-    ranks: Vec<(WorkerRank, TierBlocks)>,
-}
-
-impl Overlaps {
-    /// Leading blocks of the prompt that `rank` holds.
-    pub fn get(&self, rank: WorkerRank) -> TierBlocks {
-        self.ranks.binary_search_by_key(&rank, |(r, _)| *r).map_or_else(|_| TierBlocks::default(), |i| self.ranks[i].1)
-    }
-
-    /// Every rank with at least one block, in order of rank.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = (WorkerRank, TierBlocks)> + '_ {
-        self.ranks.iter().copied()
-    }
-}
-
-impl FromIterator<(WorkerRank, TierBlocks)> for Overlaps {
-    fn from_iter<I: IntoIterator<Item = (WorkerRank, TierBlocks)>>(ranks: I) -> Self {
-        let mut ranks: Vec<_> = ranks.into_iter().filter(|(_, blocks)| blocks.total() > 0).collect();
-        ranks.sort_unstable_by_key(|(rank, _)| *rank);
-        Self { ranks }
-    }
-}
-
-/// What an event did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Applied {
-    /// Blocks that are new in their tier.
-    pub added: usize,
-    /// Blocks that are gone from their tier.
-    pub removed: usize,
-    /// Blocks refused because their parent is unknown: an event was lost, the rank needs recovery.
-    pub orphans: usize,
-    /// Removals of blocks that were not known.
-    pub unknown: usize,
-    /// Blocks refused because the rank holds as many as it may.
-    pub refused: usize,
-}
-
-impl std::ops::AddAssign for Applied {
-    fn add_assign(&mut self, other: Self) {
-        self.added += other.added;
-        self.removed += other.removed;
-        self.orphans += other.orphans;
-        self.unknown += other.unknown;
-        self.refused += other.refused;
-    }
-}
 
 /// Which rank holds which prefix.
 ///
@@ -179,8 +96,7 @@ impl PrefixIndex {
             }
         }
         let depths = walk.finish();
-        let ranks = self.slot_of.iter().map(|(&rank, slot)| (rank, depths[slot.index()]));
-        Overlaps { ranks: ranks.filter(|(_, blocks)| blocks.total() > 0).collect() }
+        self.slot_of.iter().map(|(&rank, slot)| (rank, depths[slot.index()])).collect()
     }
 
     /// Like [`Self::find_matches`], from the tokens of a prompt.
@@ -323,6 +239,40 @@ impl PrefixIndex {
             self.table.remove(&sequence);
         }
         held
+    }
+}
+
+impl KvIndex for PrefixIndex {
+    fn apply(&mut self, rank: WorkerRank, tier: Tier, data: &KvEventData) -> Applied {
+        Self::apply(self, rank, tier, data)
+    }
+
+    fn set_limit(&mut self, rank: WorkerRank, blocks: usize) {
+        Self::set_limit(self, rank, blocks);
+    }
+
+    fn remove_worker(&mut self, worker: WorkerId) -> usize {
+        Self::remove_worker(self, worker)
+    }
+
+    fn remove_rank(&mut self, rank: WorkerRank) -> usize {
+        Self::remove_rank(self, rank)
+    }
+
+    fn find_matches(&self, blocks: &[BlockHash]) -> Overlaps {
+        Self::find_matches(self, blocks)
+    }
+
+    fn holds(&self, rank: WorkerRank, prefix: &[BlockHash]) -> bool {
+        sequence_hashes(prefix).last().is_some_and(|sequence| Self::holds(self, rank, *sequence))
+    }
+
+    fn blocks(&self, rank: WorkerRank) -> TierBlocks {
+        Self::blocks(self, rank)
+    }
+
+    fn len(&self) -> usize {
+        Self::len(self)
     }
 }
 

@@ -1,0 +1,92 @@
+//! Predictions by age and by capacity, against a list of what was predicted when.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::histories::{locals, paths, rank};
+use crate::overlap::TierBlocks;
+
+const fn s(seconds: u64) -> Duration {
+    Duration::from_secs(seconds)
+}
+
+fn depth(reader: &Reader, worker: u64, path: &[u64]) -> u32 {
+    reader.find_matches(&locals(path)).get(rank(worker, 0)).device
+}
+
+#[test]
+fn a_prediction_lasts_until_its_time_and_again_from_the_last_one() {
+    let (mut predictor, reader) = new(Policy::Ttl(s(10)), Limits::default());
+    predictor.predict(rank(1, 0), &locals(&[1, 2, 3]), s(0));
+    predictor.predict(rank(1, 0), &locals(&[1, 2, 4]), s(5));
+    assert_eq!(predictor.next_expiry(), Some(s(10)));
+    assert_eq!(predictor.expire(s(9)), 0);
+    assert_eq!(predictor.expire(s(10)), 1, "only what the second did not name");
+    assert_eq!((depth(&reader, 1, &[1, 2, 3]), depth(&reader, 1, &[1, 2, 4])), (2, 3));
+    assert_eq!(predictor.expire(s(15)), 3);
+    assert_eq!((predictor.next_expiry(), reader.is_empty()), (None, true));
+}
+
+#[test]
+fn a_full_rank_loses_the_ends_of_what_was_predicted_first() {
+    let (mut predictor, reader) = new(Policy::Lru, Limits::default());
+    predictor.set_capacity(rank(1, 0), 5);
+    predictor.predict(rank(1, 0), &locals(&[1, 2, 3, 4]), s(0));
+    predictor.predict(rank(1, 0), &locals(&[9, 8, 7]), s(1));
+    assert_eq!((depth(&reader, 1, &[1, 2, 3, 4]), depth(&reader, 1, &[9, 8, 7])), (2, 3));
+    predictor.predict(rank(1, 0), &locals(&[1]), s(2));
+    predictor.predict(rank(1, 0), &locals(&[9, 8, 6, 5, 4]), s(3));
+    assert_eq!((depth(&reader, 1, &[1, 2]), depth(&reader, 1, &[9, 8, 6, 5, 4])), (0, 5));
+    predictor.predict(rank(1, 0), &locals(&[1, 2, 3, 4, 5, 6, 7]), s(4));
+    assert_eq!(depth(&reader, 1, &[1, 2, 3, 4, 5, 6, 7]), 5, "more than it can hold is not expected");
+    assert_eq!(reader.len(), 5);
+}
+
+#[test]
+fn a_worker_that_leaves_takes_its_predictions_along() {
+    let (mut predictor, reader) = new(Policy::Ttl(s(10)), Limits::default());
+    for worker in [1, 2] {
+        predictor.predict(rank(worker, 0), &locals(&[1, 2]), s(0));
+    }
+    assert_eq!(predictor.remove_worker(WorkerId(1)), 2);
+    assert_eq!((depth(&reader, 1, &[1, 2]), depth(&reader, 2, &[1, 2])), (0, 2));
+    assert_eq!(predictor.remove_rank(rank(2, 0)), 2);
+    assert_eq!(predictor.expire(s(100)), 0);
+}
+
+#[test]
+fn predicting_the_same_for_ever_takes_no_more_memory() {
+    let (mut predictor, _) = new(Policy::Lru, Limits::default());
+    predictor.set_capacity(rank(1, 0), 100);
+    for n in 0..10_000 {
+        predictor.predict(rank(1, 0), &locals(&[1, 2, 3, n % 7]), s(n));
+    }
+    let lane = &predictor.lanes[&rank(1, 0)];
+    assert!(lane.queued <= STALE * SHORT + 4 && lane.newest.len() == 10, "{} queued", lane.queued);
+}
+
+proptest! {
+    #[test]
+    fn any_predictions_equal_the_list(
+        predictions in proptest::collection::vec((0..3_u64, paths(), 0..4_u64), 1..60),
+        query in paths(),
+    ) {
+        let (mut predictor, reader) = new(Policy::Ttl(s(10)), Limits::default());
+        let mut list: Vec<(u64, Vec<u64>, Duration)> = Vec::new();
+        let mut now = s(0);
+        for (worker, path, pause) in predictions {
+            now += s(pause);
+            predictor.expire(now);
+            list.retain(|(_, _, at)| *at + s(10) > now);
+            predictor.predict(rank(worker, 0), &locals(&path), now);
+            list.push((worker, path, now));
+            for worker in 0..3 {
+                let own = list.iter().filter(|(other, _, _)| *other == worker);
+                let common = |path: &Vec<u64>| path.iter().zip(&query).take_while(|(a, b)| a == b).count();
+                let expected = own.map(|(_, path, _)| common(path)).max().unwrap_or(0) as u32;
+                let found = reader.find_matches(&locals(&query)).get(rank(worker, 0));
+                prop_assert_eq!(found, TierBlocks { device: expected, ..TierBlocks::default() });
+            }
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! The router section of an object as flags of `armature router`.
+
+use std::fmt::Display;
+
+use crds::model_deployment::Router;
+
+/// Flags for what the author set, and nothing else, so that the router's own defaults hold. `extraArgs` come last.
+pub fn router_flags(router: &Router) -> Vec<String> {
+    let mut flags = Flags(Vec::new());
+    flags.value("router-mode", router.mode.map(|mode| mode.as_str()));
+    flags.switch("load-aware", router.load_aware.filter(|on| *on));
+    flags.value("router-kv-overlap-score-credit", router.overlap_score_credit);
+    flags.value("router-host-cache-hit-weight", router.host_cache_hit_weight);
+    flags.value("router-disk-cache-hit-weight", router.disk_cache_hit_weight);
+    flags.value("shared-cache-multiplier", router.shared_cache_multiplier);
+    flags.value("router-prefill-load-scale", router.prefill_load_scale);
+    flags.value("router-temperature", router.temperature);
+    flags.switch("router-kv-events", router.kv_events);
+    flags.switch("router-track-active-blocks", router.track_active_blocks);
+    flags.switch("router-track-output-blocks", router.track_output_blocks);
+    flags.switch("router-assume-kv-reuse", router.assume_kv_reuse);
+    flags.switch("router-track-prefill-tokens", router.track_prefill_tokens);
+    // Routers of a deployment share their load unless told otherwise.
+    flags.switch("router-replica-sync", router.replica_sync.filter(|on| !on));
+    flags.value("active-decode-blocks-threshold", router.active_decode_blocks_threshold);
+    flags.value("active-prefill-tokens-threshold", router.active_prefill_tokens_threshold);
+    flags.value("active-prefill-tokens-threshold-frac", router.active_prefill_tokens_threshold_frac);
+    flags.value("router-queue-threshold", router.queue_threshold);
+    flags.value("router-queue-policy", router.queue_policy.map(|policy| policy.as_str()));
+    flags.value("router-queue-limit", router.queue_limit);
+    flags.value("router-queue-timeout-secs", router.queue_timeout_seconds);
+    flags.value("router-decisions", router.decisions);
+    flags.0.extend(router.extra_args.iter().cloned());
+    flags.0
+}
+
+struct Flags(Vec<String>);
+
+impl Flags {
+    fn value(&mut self, flag: &str, value: Option<impl Display>) {
+        self.0.extend(value.map(|value| format!("--{flag}={value}")));
+    }
+
+    /// A flag that has a `--no-` form.
+    fn switch(&mut self, flag: &str, on: Option<bool>) {
+        self.0.extend(on.map(|on| format!("--{}{flag}", if on { "" } else { "no-" })));
+    }
+}

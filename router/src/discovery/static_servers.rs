@@ -1,0 +1,210 @@
+//! A fixed list of OpenAI servers, as the command line gives it: their URLs, and where their KV events come from.
+//!
+//! Pure: whether a server is there, and what it serves, is found out by `proxy`.
+
+use std::fmt;
+use std::str::FromStr;
+
+use hyper::Uri;
+use protocol::metadata::instance_id;
+
+/// An OpenAI server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StaticServer {
+    /// Where it answers.
+    pub url: ServerUrl,
+    /// Where its KV events come from.
+    pub events: Option<EventSource>,
+}
+
+/// `http://HOST:PORT`, with a path before `/v1` where a server has one.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ServerUrl {
+    host: String,
+    port: u16,
+    /// Begins with a slash, or is empty.
+    path: String,
+}
+
+/// Where an engine publishes its KV events, over ZeroMQ.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct EventSource {
+    /// `tcp://HOST:PORT` of its publisher; with `*` for a host it is the engine that connects, to this port of the router.
+    pub address: String,
+    /// `tcp://HOST:PORT` at which it sends past events again.
+    pub replay: Option<String>,
+}
+
+/// `URL=EVENTS[;replay=ADDRESS]`: the events of one server.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct EventsOf {
+    /// Which server.
+    pub server: ServerUrl,
+    /// Where they come from.
+    pub source: EventSource,
+}
+
+/// Text that is no such thing: what it should be.
+#[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
+#[error("{0}")]
+pub struct AddressError(&'static str);
+
+impl ServerUrl {
+    /// Host to connect to: a name or an address.
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// Port to connect to.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// `HOST:PORT`, as the header `host` has it.
+    pub fn authority(&self) -> String {
+        match self.host.contains(':') {
+            true => format!("[{}]:{}", self.host, self.port),
+            false => format!("{}:{}", self.host, self.port),
+        }
+    }
+
+    /// A path of the API on this server.
+    pub fn path(&self, path: &str) -> String {
+        format!("{}{path}", self.path)
+    }
+
+    /// Identity of the worker: the same for every router and after every restart.
+    pub fn instance_id(&self) -> u64 {
+        instance_id(&self.to_string())
+    }
+}
+
+impl fmt::Display for ServerUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "http://{}{}", self.authority(), self.path)
+    }
+}
+
+impl FromStr for ServerUrl {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        let wrong = || AddressError("must be http://HOST:PORT");
+        let with_scheme = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
+        let uri: Uri = with_scheme.parse().map_err(|_| wrong())?;
+        match uri.scheme_str() {
+            Some("http") => {}
+            Some("https") => return Err(AddressError("must be http://HOST:PORT; https is not supported")),
+            _ => return Err(wrong()),
+        }
+        let authority = uri.authority().ok_or_else(wrong)?;
+        if authority.as_str().contains('@') || uri.query().is_some() {
+            return Err(wrong());
+        }
+        let has_port = authority.as_str().len() > authority.host().len();
+        let host = authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
+        let path = uri.path().trim_end_matches('/');
+        let path = path.strip_suffix("/v1").unwrap_or(path).to_owned();
+        match authority.port_u16() {
+            Some(0) => Err(wrong()),
+            None if has_port => Err(wrong()),
+            _ if host.is_empty() => Err(wrong()),
+            port => Ok(Self { host, port: port.unwrap_or(80), path }),
+        }
+    }
+}
+
+impl EventSource {
+    /// Whether the engine connects to us.
+    pub fn is_bound_here(&self) -> bool {
+        self.address.starts_with("tcp://*:")
+    }
+}
+
+impl FromStr for EventsOf {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        let (server, source) = text.split_once('=').ok_or(AddressError("must be URL=tcp://HOST:PORT"))?;
+        let (address, replay) = match source.split_once(';') {
+            None => (source, None),
+            Some((address, more)) => {
+                let replay =
+                    more.strip_prefix("replay=").ok_or(AddressError("only ;replay=tcp://HOST:PORT may follow"))?;
+                (address, Some(replay))
+            }
+        };
+        let well_formed = |address: &str, wildcard: bool| {
+            let host_and_port = address.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':'));
+            host_and_port.is_some_and(|(host, port)| {
+                port.parse::<u16>().is_ok_and(|port| port > 0) && !host.is_empty() && (wildcard || host != "*")
+            })
+        };
+        if !well_formed(address, true) || !replay.is_none_or(|replay| well_formed(replay, false)) {
+            return Err(AddressError("addresses of events must be tcp://HOST:PORT"));
+        }
+        let source = EventSource { address: address.to_owned(), replay: replay.map(str::to_owned) };
+        Ok(Self { server: server.parse()?, source })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn url(text: &str) -> Result<String, AddressError> {
+        text.parse::<ServerUrl>().map(|url| url.to_string())
+    }
+
+    #[test]
+    fn urls_are_read_in_the_forms_people_write() {
+        for (text, expected) in [
+            ("http://a:8000", "http://a:8000"),
+            ("a:8000", "http://a:8000"),
+            ("http://a:8000/", "http://a:8000"),
+            ("http://a:8000/v1", "http://a:8000"),
+            ("http://a:8000/v1/", "http://a:8000"),
+            ("http://a/models/x/v1", "http://a:80/models/x"),
+            ("http://[::1]:8000", "http://[::1]:8000"),
+        ] {
+            assert_eq!(url(text).as_deref(), Ok(expected), "{text}");
+        }
+        let url: ServerUrl = "http://[::1]:8000/m/v1".parse().expect("valid");
+        assert_eq!((url.host(), url.port(), url.path("/v1/models")), ("::1", 8000, "/m/v1/models".into()));
+        assert!(url.instance_id() < 1 << 53);
+    }
+
+    #[test]
+    fn what_is_no_url_of_a_server_is_refused() {
+        for text in
+            ["", "http://", "ftp://a:1", "http://a:0", "http://a:99999", "http://a:1/?x=1", "http://u:p@a:1", "a b"]
+        {
+            assert!(url(text).is_err(), "{text}");
+        }
+        assert!(url("https://a:1").expect_err("refused").to_string().contains("https"));
+    }
+
+    #[test]
+    fn event_sources_belong_to_a_server() {
+        let events: EventsOf = "http://a:8000=tcp://a:5557;replay=tcp://a:5558".parse().expect("valid");
+        assert_eq!(events.server.to_string(), "http://a:8000");
+        assert_eq!(
+            (events.source.address.as_str(), events.source.replay.as_deref()),
+            ("tcp://a:5557", Some("tcp://a:5558"))
+        );
+        assert!(!events.source.is_bound_here());
+        let bound: EventsOf = "a:8000=tcp://*:5557".parse().expect("valid");
+        assert!(bound.source.is_bound_here() && bound.source.replay.is_none());
+        for text in [
+            "http://a:1",
+            "http://a:1=",
+            "http://a:1=udp://a:2",
+            "http://a:1=tcp://a",
+            "http://a:1=tcp://a:2;x=y",
+            "http://a:1=tcp://a:2;replay=tcp://*:3",
+            "=tcp://a:2",
+        ] {
+            assert!(text.parse::<EventsOf>().is_err(), "{text}");
+        }
+    }
+}

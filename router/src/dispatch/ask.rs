@@ -1,0 +1,98 @@
+//! One request on its way to a worker: its prompt as blocks, and where it may go.
+
+use std::sync::Arc;
+
+use kv_hashing::{BlockHash, BlockSize, HashSpace, sequence_hashes};
+use kv_index::{Overlaps, WorkerId};
+use protocol::request_plane::Generate;
+use routing::{CostConfig, Prompt, Request, Target};
+
+use super::queue::Rank;
+use crate::backend::{DispatchError, RouteOptions, RoutingHints};
+
+/// What decisions about a request need to know of it.
+pub(crate) struct Ask {
+    /// Its id.
+    pub(crate) id: Arc<str>,
+    pub(crate) model: String,
+    lora: String,
+    /// Hashes of its full blocks, each alone.
+    pub(crate) blocks: Vec<BlockHash>,
+    pub(super) prompt: Prompt,
+    pinned: Option<Target>,
+    pub(super) hints: RoutingHints,
+    /// Weights of its own.
+    cost: Option<CostConfig>,
+    /// Workers that it must not go to: those it named itself, and those that failed it.
+    excluded: Vec<Target>,
+}
+
+impl Ask {
+    /// Cost: hashing the prompt.
+    pub(super) fn new(
+        request: &Generate,
+        options: &RouteOptions,
+        size: BlockSize,
+        cost: &CostConfig,
+    ) -> Result<Self, DispatchError> {
+        let space = HashSpace::new(Some(&request.lora), Some(&request.cache_namespace));
+        let blocks = space.blocks(&request.token_ids, size);
+        let prompt =
+            Prompt { blocks: sequence_hashes(&blocks).into(), tokens: request.token_ids.len(), block_size: size };
+        let ask = Self::of(request.request_id.as_str().into(), &request.model, (blocks, prompt), options, cost)?;
+        Ok(Self { lora: request.lora.clone(), ..ask })
+    }
+
+    /// From a prompt that has been cut into blocks: the hashes of each alone, and as the load sees them.
+    pub(crate) fn of(
+        id: Arc<str>,
+        model: &str,
+        (blocks, prompt): (Vec<BlockHash>, Prompt),
+        options: &RouteOptions,
+        cost: &CostConfig,
+    ) -> Result<Self, DispatchError> {
+        let hints = options.hints.clone();
+        let own_cost = (!hints.cost.is_empty()).then(|| hints.cost.apply(cost)).transpose();
+        let pin = |worker| Target { worker: WorkerId(worker), dp_rank: hints.dp_rank };
+        Ok(Self {
+            id,
+            model: model.to_owned(),
+            lora: String::new(),
+            blocks,
+            prompt,
+            pinned: options.pinned_worker.map(pin),
+            cost: own_cost.map_err(|error| DispatchError::Invalid(error.to_string()))?,
+            excluded: hints.excluded.iter().map(|worker| Target::worker(WorkerId(*worker))).collect(),
+            hints,
+        })
+    }
+
+    /// As a decision sees it.
+    pub(crate) fn request(&self) -> Request<'_> {
+        Request {
+            lora: (!self.lora.is_empty()).then_some(self.lora.as_str()),
+            revision: self.hints.revision.as_deref(),
+            labels: &self.hints.labels,
+            pinned: self.pinned,
+            excluded: &self.excluded,
+            cost: self.cost,
+            ..Request::new(&self.model, &self.prompt)
+        }
+    }
+
+    /// It is not to go to this worker again.
+    pub(crate) fn failed_at(&mut self, worker: WorkerId) {
+        self.excluded.push(Target::worker(worker));
+    }
+
+    /// What its wait depends on, given what workers hold of its prompt.
+    pub(super) fn rank(&self, overlaps: &Overlaps) -> Rank {
+        let cached = overlaps.iter().map(|(_, blocks)| blocks.total()).max().unwrap_or(0) as usize;
+        Rank {
+            strict_priority: self.hints.strict_priority,
+            priority: self.hints.priority,
+            uncached_tokens: self.prompt.tokens.saturating_sub(cached * self.prompt.block_size.get()),
+            constrained: self.request().is_constrained(),
+        }
+    }
+}

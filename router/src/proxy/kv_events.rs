@@ -1,0 +1,253 @@
+//! KV events of one server's engine into the index, as vLLM publishes them over ZeroMQ: one task for each server.
+//!
+//! There is no agent beside the engine, so nothing tells the whole state and no heartbeat shows a loss at the end of a stream.
+//! Messages are numbered; what is missing is asked for at the engine's replay socket, where it has one. What cannot be had
+//! again makes everything known of the server void: the index then knows less than the server holds, never more.
+
+mod cursor;
+mod replay;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kv_hashing::BlockSize;
+use kv_index::{KvEvent, WorkerRank};
+use protocol::kv_event::{KvCacheEvent, RouterEvent};
+use protocol::vllm_events::{EventBatch, Refused, Translator, decode_batch, decode_sequence};
+use tokio::time::{sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use zeromq::{Socket, SocketOptions, SocketRecv, SubSocket};
+
+use super::Proxy;
+use super::server::Server;
+use crate::discovery::static_servers::EventSource;
+use crate::index::Outcome;
+use crate::ingest::{Batches, wire};
+use crate::metrics::ReasonLabels;
+use crate::workers::Cluster;
+use cursor::{Cursor, Step};
+
+/// Deadline of connecting; then a new socket tries again.
+const CONNECT: Duration = Duration::from_secs(2);
+
+/// Pause between two sockets.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// An idle engine publishes nothing, and so does a connection that is dead: after this long a new one is made.
+const SILENCE: Duration = Duration::from_secs(30);
+
+/// Most data-parallel ranks that are told apart.
+const RANKS: u32 = 1024;
+
+/// Starts to follow a server's events, if they are published.
+pub(super) fn start(proxy: &Proxy, server: &Arc<Server>, stop: &CancellationToken) {
+    let Some(source) = server.events.clone() else { return };
+    let feed = Feed {
+        server: server.clone(),
+        source,
+        cluster: proxy.cluster.clone(),
+        block_size: proxy.settings.block_size,
+        cursor: Cursor::default(),
+        ranks: BTreeMap::new(),
+        warned: false,
+        stop: stop.clone(),
+    };
+    tokio::spawn(stop.clone().run_until_cancelled_owned(feed.run()));
+}
+
+struct Feed {
+    server: Arc<Server>,
+    source: EventSource,
+    cluster: Arc<Cluster>,
+    block_size: BlockSize,
+    cursor: Cursor,
+    /// By data-parallel rank.
+    ranks: BTreeMap<u32, Translator>,
+    /// Somebody has been told that the events are of no use.
+    warned: bool,
+    stop: CancellationToken,
+}
+
+impl Feed {
+    async fn run(mut self) {
+        loop {
+            match self.open().await {
+                Ok(socket) => {
+                    // What was published before, and while there was no socket.
+                    self.recover(self.cursor.next()).await;
+                    self.read(socket).await;
+                }
+                Err(reason) => tracing::debug!(worker = %self.server.name, reason, "cannot subscribe to KV events yet"),
+            }
+            sleep(PAUSE).await;
+        }
+    }
+
+    /// A socket that has subscribed.
+    async fn open(&self) -> Result<SubSocket, String> {
+        let mut options = SocketOptions::default();
+        options.connect_timeout(CONNECT);
+        let mut socket = SubSocket::with_options(options);
+        let address = &self.source.address;
+        let opened = async {
+            // Engines choose their topics.
+            socket.subscribe("").await?;
+            match address.strip_prefix("tcp://*") {
+                Some(port) => drop(socket.bind(&format!("tcp://0.0.0.0{port}")).await?),
+                None => socket.connect(address).await?,
+            }
+            Ok::<_, zeromq::ZmqError>(())
+        };
+        match timeout(CONNECT * 2, opened).await {
+            Ok(Ok(())) => Ok(socket),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(_) => Err(format!("no answer in {CONNECT:?}")),
+        }
+    }
+
+    /// Reads one socket until it is no good any more.
+    async fn read(&mut self, mut socket: SubSocket) {
+        let bound = self.source.is_bound_here();
+        let server = self.server.clone();
+        loop {
+            let received = tokio::select! {
+                received = timeout(SILENCE, socket.recv()) => received,
+                // It is another process now, or the same one that could not be reached.
+                () = server.revived.notified() => match bound {
+                    true => {
+                        self.recover(self.cursor.next()).await;
+                        continue;
+                    }
+                    false => return,
+                },
+            };
+            match received {
+                Ok(Ok(message)) => self.live(&message.into_vec()).await,
+                // The engine dials again by itself.
+                Ok(Err(_)) | Err(_) if bound => {}
+                Ok(Err(_)) | Err(_) => return,
+            }
+        }
+    }
+
+    /// Takes a message: topic, sequence, batch.
+    async fn live(&mut self, parts: &[Bytes]) {
+        let [_, sequence, payload] = parts else { return self.refuse("malformed") };
+        let Some(sequence) = decode_sequence(sequence) else { return self.refuse("malformed") };
+        match self.cursor.look(sequence, payload) {
+            Step::Gap => {
+                self.cluster.metrics.event_gaps.inc();
+                self.recover(self.cursor.next()).await;
+            }
+            Step::Restarted => {
+                tracing::info!(worker = %self.server.name, "the numbers of events went backwards: the engine restarted");
+                self.forget().await;
+                self.recover(0).await;
+            }
+            Step::Next | Step::Duplicate => {}
+        }
+        self.take(sequence, payload).await;
+    }
+
+    /// Asks for the messages from `start` on, where the engine keeps them.
+    async fn recover(&mut self, start: u64) {
+        let Some(address) = self.source.replay.clone() else { return };
+        let metrics = self.cluster.metrics.clone();
+        match replay::ask(&address, start).await {
+            Ok(messages) => {
+                metrics.recoveries.get_or_create(&ReasonLabels { reason: "replay" }).inc();
+                for (sequence, payload) in messages {
+                    self.take(sequence, &payload).await;
+                }
+            }
+            Err(error) => {
+                metrics.recovery_failures.inc();
+                tracing::debug!(worker = %self.server.name, %error, "KV events could not be replayed");
+            }
+        }
+    }
+
+    /// Takes what may be applied now, whatever is missing before it.
+    async fn take(&mut self, sequence: u64, payload: &Bytes) {
+        match self.cursor.look(sequence, payload) {
+            Step::Duplicate => {
+                self.cluster.metrics.events_duplicate.inc();
+                return;
+            }
+            Step::Next => {}
+            Step::Gap | Step::Restarted => self.forget().await,
+        }
+        self.cursor.advance(sequence, payload);
+        match decode_batch(payload) {
+            Ok(batch) => self.apply(sequence, &batch).await,
+            Err(error) => {
+                tracing::debug!(worker = %self.server.name, %error, "KV events are unreadable");
+                self.refuse("malformed");
+                self.forget().await;
+            }
+        }
+    }
+
+    async fn apply(&mut self, sequence: u64, batch: &EventBatch) {
+        let dp_rank = batch.dp_rank.unwrap_or(0);
+        if dp_rank >= RANKS {
+            return self.refuse("unknown rank");
+        }
+        let translator = self.ranks.entry(dp_rank).or_insert_with(|| Translator::new(self.block_size));
+        let mut events: Vec<KvEvent> = Vec::with_capacity(batch.events.len());
+        let mut refused = Vec::new();
+        for event in &batch.events {
+            match translator.translate(event) {
+                Ok(Some(translated)) => {
+                    let event = RouterEvent {
+                        worker_id: self.server.id.0,
+                        storage_tier: translated.tier,
+                        residency_domain: None,
+                        event: KvCacheEvent { event_id: sequence, data: translated.data, dp_rank },
+                    };
+                    events.push(wire::event(event, &self.cluster.metrics));
+                }
+                Ok(None) => {}
+                Err(reason) => refused.push(reason),
+            }
+        }
+        refused.iter().for_each(|reason| self.warn(reason));
+        let rank = WorkerRank { worker: self.server.id, dp_rank };
+        let metrics = &self.cluster.metrics;
+        metrics.events_applied.inc_by(events.len() as u64);
+        for run in Batches::of(events) {
+            let Outcome { orphans, refused } = self.cluster.index.apply(rank, run, &self.stop).await;
+            for (blocks, reason) in [(refused, "rank is full"), (orphans as u64, "unknown parent")] {
+                if blocks > 0 {
+                    metrics.events_refused.get_or_create(&ReasonLabels { reason }).inc();
+                }
+            }
+        }
+    }
+
+    /// Everything known of the server is void.
+    async fn forget(&mut self) {
+        self.ranks.clear();
+        self.cluster.index.remove_worker(self.server.id).await;
+    }
+
+    fn refuse(&self, reason: &'static str) {
+        self.cluster.metrics.events_refused.get_or_create(&ReasonLabels { reason }).inc();
+    }
+
+    /// Counts an event that is of no use, and says so once when none of them can be.
+    fn warn(&mut self, refused: &Refused) {
+        self.refuse(refused.label());
+        let Refused::BlockSize(theirs) = refused else { return };
+        if !std::mem::replace(&mut self.warned, true) {
+            self.cluster.metrics.workers_event_mismatch.inc();
+            let ours = self.block_size.get();
+            tracing::warn!(
+                worker = %self.server.name, theirs, ours,
+                "the server's KV blocks are of another size, and its events of no use: set --kv-cache-block-size"
+            );
+        }
+    }
+}

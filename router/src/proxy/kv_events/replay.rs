@@ -1,0 +1,57 @@
+//! Past events of an engine, from its replay socket: one request, then the messages that it still has, then an empty one.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use protocol::vllm_events::{END_OF_REPLAY, decode_sequence};
+use tokio::time::timeout;
+use zeromq::{DealerSocket, Socket, SocketOptions, SocketRecv, SocketSend, ZmqError, ZmqMessage};
+
+/// Deadline of connecting.
+const CONNECT: Duration = Duration::from_secs(2);
+
+/// Longest wait for each message.
+const MESSAGE: Duration = Duration::from_secs(5);
+
+/// Most bytes of an answer.
+const LIMIT: usize = 256 << 20;
+
+/// Why nothing was replayed.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ReplayError {
+    #[error(transparent)]
+    Socket(#[from] ZmqError),
+    #[error("no answer in {0:?}")]
+    Deadline(Duration),
+    #[error("an unreadable message")]
+    Malformed,
+    #[error("the answer is over {} MB", LIMIT >> 20)]
+    TooLarge,
+}
+
+/// The messages from `start` on, with their numbers, in order.
+pub(super) async fn ask(address: &str, start: u64) -> Result<Vec<(u64, Bytes)>, ReplayError> {
+    let mut options = SocketOptions::default();
+    options.connect_timeout(CONNECT);
+    let mut socket = DealerSocket::with_options(options);
+    timeout(CONNECT * 2, socket.connect(address)).await.map_err(|_| ReplayError::Deadline(CONNECT))??;
+    // The empty part is what the engine's side takes for the end of an address.
+    let mut request = ZmqMessage::from(Bytes::new());
+    request.push_back(Bytes::copy_from_slice(&start.to_be_bytes()));
+    timeout(MESSAGE, socket.send(request)).await.map_err(|_| ReplayError::Deadline(MESSAGE))??;
+    let (mut messages, mut bytes) = (Vec::new(), 0);
+    loop {
+        let message = timeout(MESSAGE, socket.recv()).await.map_err(|_| ReplayError::Deadline(MESSAGE))??;
+        let parts = message.into_vec();
+        let [.., sequence, payload] = &parts[..] else { return Err(ReplayError::Malformed) };
+        let sequence = decode_sequence(sequence).ok_or(ReplayError::Malformed)?;
+        if sequence == END_OF_REPLAY {
+            return Ok(messages);
+        }
+        bytes += payload.len();
+        if bytes > LIMIT {
+            return Err(ReplayError::TooLarge);
+        }
+        messages.push((sequence, payload.clone()));
+    }
+}

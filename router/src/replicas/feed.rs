@@ -1,0 +1,245 @@
+//! What this router tells, as messages: numbers them, cuts them, and knows what it has told of each running booking.
+//!
+//! No socket and no clock. Whoever reads all messages in order knows exactly what runs here; whoever sees a gap in the
+//! numbers asks for a snapshot.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use kv_index::{WorkerId, WorkerRank};
+use protocol::replica_sync::{
+    ACTIVE_SEQUENCES, ActiveSequenceBatch, ActiveSequenceData, ActiveSequenceEvent, MAX_BATCH_BLOCKS, MAX_BATCH_EVENTS,
+    ROUTER_STATUS, RouterStatus, Snapshot, SnapshotRequest, encode, snapshot_topic,
+};
+use routing::{BookingState, ReplicaChange, ReplicaEvent, RouterId};
+
+use super::wire;
+
+/// Where an event runs of whose booking nothing was told: before anybody listened. Readers go by the request's name.
+const NOWHERE: WorkerRank = WorkerRank { worker: WorkerId(0), dp_rank: 0 };
+
+/// A message without its envelope.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Outgoing {
+    pub(super) topic: String,
+    /// Rises by one with each message of this kind.
+    pub(super) sequence: u64,
+    pub(super) payload: Vec<u8>,
+}
+
+/// Everything told so far, as far as it matters.
+#[derive(Default)]
+pub(super) struct Feed {
+    told: HashMap<Arc<str>, Told>,
+    /// Sequence of the next message of events, of status, and of snapshots.
+    next_events: u64,
+    next_status: u64,
+    next_snapshot: u64,
+}
+
+/// What the others know of a running booking.
+struct Told {
+    rank: WorkerRank,
+    output_tokens: usize,
+    prefill_completed: bool,
+}
+
+impl Feed {
+    pub(super) fn new() -> Self {
+        Self::default()
+    }
+
+    /// Messages that tell these events, in order.
+    pub(super) fn events(&mut self, events: impl IntoIterator<Item = ReplicaEvent>) -> Vec<Outgoing> {
+        let events = events.into_iter().map(|event| wire::event(&event, self.note(&event))).collect();
+        let messages = cut(events).into_iter().map(|events| {
+            let sequence = self.next_events;
+            self.next_events += 1;
+            let payload = encode(&ActiveSequenceBatch { events });
+            Outgoing { topic: ACTIVE_SEQUENCES.to_owned(), sequence, payload }
+        });
+        messages.collect()
+    }
+
+    /// Events were lost before they could be told: every reader shall see a gap.
+    pub(super) fn lost(&mut self) {
+        self.next_events += 1;
+    }
+
+    /// The message that says how far this router is, and which snapshots it waits for.
+    pub(super) fn status(&mut self, wants: Vec<SnapshotRequest>) -> Outgoing {
+        let sequence = self.next_status;
+        self.next_status += 1;
+        let payload = encode(&RouterStatus { next_sequence: self.next_events, wants });
+        Outgoing { topic: ROUTER_STATUS.to_owned(), sequence, payload }
+    }
+
+    /// Messages that tell one other router all that runs here.
+    pub(super) fn snapshot(&mut self, asker: RouterId, nonce: u64, running: &[ReplicaEvent]) -> Vec<Outgoing> {
+        let next_sequence = self.next_events;
+        let added = running.iter().filter_map(|event| Some(wire::event(event, state(event)?.rank)));
+        let mut parts = cut(added.collect());
+        if parts.is_empty() {
+            parts.push(Vec::new());
+        }
+        let (topic, last) = (snapshot_topic(asker.0), parts.len() - 1);
+        let messages = parts.into_iter().enumerate().map(|(part, events)| {
+            let sequence = self.next_snapshot;
+            self.next_snapshot += 1;
+            let snapshot = Snapshot { nonce, part: part as u32, last: part == last, next_sequence, events };
+            Outgoing { topic: topic.clone(), sequence, payload: encode(&snapshot) }
+        });
+        messages.collect()
+    }
+
+    /// Of the running bookings' additions, those of bookings that made progress since something was told of them.
+    pub(super) fn renewals(&self, mut running: Vec<ReplicaEvent>) -> Vec<ReplicaEvent> {
+        running.retain(|event| {
+            let (told, state) = (self.told.get(&event.request), state(event));
+            state.map(progress) != told.map(|told| (told.output_tokens, told.prefill_completed))
+        });
+        running
+    }
+
+    /// Takes note of what is told, and says where the booking runs.
+    fn note(&mut self, event: &ReplicaEvent) -> WorkerRank {
+        match &event.change {
+            ReplicaChange::Add(state) => {
+                let (rank, (output_tokens, prefill_completed)) = (state.rank, progress(state));
+                self.told.insert(event.request.clone(), Told { rank, output_tokens, prefill_completed });
+                rank
+            }
+            ReplicaChange::MarkPrefillCompleted => match self.told.get_mut(&event.request) {
+                Some(told) => {
+                    told.prefill_completed = true;
+                    told.rank
+                }
+                None => NOWHERE,
+            },
+            ReplicaChange::Free => self.told.remove(&event.request).map_or(NOWHERE, |told| told.rank),
+        }
+    }
+}
+
+fn state(event: &ReplicaEvent) -> Option<&BookingState> {
+    match &event.change {
+        ReplicaChange::Add(state) => Some(state),
+        ReplicaChange::MarkPrefillCompleted | ReplicaChange::Free => None,
+    }
+}
+
+fn progress(state: &BookingState) -> (usize, bool) {
+    (state.output_tokens, state.prefill_completed)
+}
+
+/// Cuts events into as few messages as the limits allow, in order.
+fn cut(events: Vec<ActiveSequenceEvent>) -> Vec<Vec<ActiveSequenceEvent>> {
+    let mut messages: Vec<Vec<ActiveSequenceEvent>> = Vec::new();
+    let mut room = 0;
+    for event in events {
+        let blocks = blocks(&event);
+        match messages.last_mut() {
+            Some(message) if message.len() < MAX_BATCH_EVENTS && blocks <= room => {
+                room -= blocks;
+                message.push(event);
+            }
+            _ => {
+                room = MAX_BATCH_BLOCKS.saturating_sub(blocks);
+                messages.push(vec![event]);
+            }
+        }
+    }
+    messages
+}
+
+fn blocks(event: &ActiveSequenceEvent) -> usize {
+    match &event.data {
+        ActiveSequenceData::AddRequest(add) => add.token_sequence.as_ref().map_or(0, Vec::len),
+        ActiveSequenceData::MarkPrefillCompleted | ActiveSequenceData::Free => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kv_hashing::{BlockSize, SequenceHash};
+    use protocol::replica_sync::decode;
+    use routing::Prompt;
+
+    use super::*;
+
+    const RANK: WorkerRank = WorkerRank { worker: WorkerId(42), dp_rank: 0 };
+
+    fn booked(blocks: u64, output_tokens: usize) -> BookingState {
+        let hashes: Vec<SequenceHash> = (0..blocks).map(SequenceHash).collect();
+        let block_size = BlockSize::new(16).expect("not zero");
+        BookingState {
+            rank: RANK,
+            prompt: Prompt { tokens: hashes.len() * 16, blocks: hashes.into(), block_size },
+            prefill_tokens: 16,
+            expected_output_tokens: None,
+            output_tokens,
+            prefill_completed: output_tokens > 0,
+        }
+    }
+
+    fn event(request: &str, change: ReplicaChange) -> ReplicaEvent {
+        ReplicaEvent { router: RouterId(7), request: request.into(), change }
+    }
+
+    fn sizes(messages: &[Outgoing]) -> Vec<usize> {
+        let events = |message: &Outgoing| decode::<ActiveSequenceBatch>(&message.payload).expect("own output").events;
+        messages.iter().map(|message| events(message).len()).collect()
+    }
+
+    #[test]
+    fn both_limits_cut_and_each_message_has_the_next_number() {
+        let mut feed = Feed::new();
+        let frees = |count: usize| (0..count).map(|n| event(&n.to_string(), ReplicaChange::Free));
+        assert_eq!(sizes(&feed.events(frees(257))), [256, 1]);
+        let long = [9000, 4096, 4096, 1].map(|blocks| event("r", ReplicaChange::Add(booked(blocks, 0))));
+        let messages = feed.events(long);
+        assert_eq!(sizes(&messages), [1, 2, 1]);
+        assert_eq!(messages.iter().map(|message| message.sequence).collect::<Vec<_>>(), [2, 3, 4]);
+        feed.lost();
+        let status = decode::<RouterStatus>(&feed.status(Vec::new()).payload).expect("own output");
+        assert_eq!(status.next_sequence, 6, "one number is never sent");
+        assert!(feed.events([]).is_empty());
+    }
+
+    #[test]
+    fn a_mark_or_an_end_says_where_its_booking_runs() {
+        let mut feed = Feed::new();
+        let add = event("r", ReplicaChange::Add(booked(1, 0)));
+        let [mark, end] = [ReplicaChange::MarkPrefillCompleted, ReplicaChange::Free].map(|change| event("r", change));
+        let messages = feed.events([add, mark, end.clone(), end]);
+        let told = decode::<ActiveSequenceBatch>(&messages[0].payload).expect("own output").events;
+        assert_eq!(told.iter().map(|event| event.worker.worker_id).collect::<Vec<_>>(), [42, 42, 42, 0]);
+    }
+
+    #[test]
+    fn only_progress_is_told_again() {
+        let mut feed = Feed::new();
+        let added = |request, output| event(request, ReplicaChange::Add(booked(1, output)));
+        let running = |output| vec![added("a", output), added("b", 0)];
+        let told = |events: Vec<ReplicaEvent>| events.iter().map(|e| e.request.to_string()).collect::<Vec<_>>();
+        assert_eq!(told(feed.renewals(running(0))), ["a", "b"], "nothing was told of them");
+        feed.events(running(0));
+        assert!(feed.renewals(running(0)).is_empty());
+        let renewed = feed.renewals(running(16));
+        assert_eq!(told(renewed.clone()), ["a"]);
+        feed.events(renewed);
+        assert!(feed.renewals(running(16)).is_empty());
+    }
+
+    #[test]
+    fn a_snapshot_has_at_least_one_part_and_one_last() {
+        let mut feed = Feed::new();
+        for (running, expected) in [(0, vec![(0, true, 0)]), (300, vec![(0, false, 256), (1, true, 44)])] {
+            let added = |n: usize| event(&n.to_string(), ReplicaChange::Add(booked(1, 0)));
+            let messages = feed.snapshot(RouterId(9), 5, &(0..running).map(added).collect::<Vec<_>>());
+            assert!(messages.iter().all(|message| message.topic == snapshot_topic(9)));
+            let parts = messages.iter().map(|message| decode::<Snapshot>(&message.payload).expect("own output"));
+            assert_eq!(parts.map(|p| (p.part, p.last, p.events.len())).collect::<Vec<_>>(), expected);
+        }
+    }
+}

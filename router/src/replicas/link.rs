@@ -1,0 +1,144 @@
+//! One other router's messages: a SUB socket on its publisher, rebuilt whenever it is silent for too long.
+//!
+//! Losses are expected, as with the workers' events; they show as gaps, which are the hub's business. The socket library waits
+//! in `connect` and backs off for long, so both happen in a task of their own, under a short limit.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use protocol::event_plane::decode_envelope;
+use protocol::replica_sync::{
+    ACTIVE_SEQUENCES, ActiveSequenceBatch, ActiveSequenceEvent, ROUTER_STATUS, RouterStatus, Snapshot, decode,
+    snapshot_topic,
+};
+use routing::{ReplicaEvent, RouterId};
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio::time::{sleep, timeout};
+use zeromq::{Socket, SocketOptions, SocketRecv, SubSocket};
+
+use super::hub::{Body, Message};
+use super::metrics::ReplicaMetrics;
+use super::wire;
+
+/// Deadline of connecting; then a new socket tries again.
+const CONNECT: Duration = Duration::from_secs(2);
+
+/// Pause between two sockets.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// A router says four times a second how it is: after eight missed messages the socket is rebuilt.
+const SILENCE: Duration = Duration::from_secs(2);
+
+/// Errors in a row after which a socket is given up.
+const ERRORS: u32 = 16;
+
+/// A message, and the address that it came from.
+pub(super) type Heard = (Arc<str>, Message);
+
+/// The reading task; dropping it ends the task.
+pub(super) struct Link {
+    task: JoinHandle<()>,
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Link {
+    /// Reads the router at `address`, which may turn out to be `own`: whoever takes the messages must see to that.
+    pub(super) fn start(
+        address: Arc<str>,
+        own: RouterId,
+        out: mpsc::Sender<Heard>,
+        metrics: Arc<ReplicaMetrics>,
+    ) -> Self {
+        Self { task: tokio::spawn(read_for_ever(address, own, out, metrics)) }
+    }
+}
+
+async fn read_for_ever(address: Arc<str>, own: RouterId, out: mpsc::Sender<Heard>, metrics: Arc<ReplicaMetrics>) {
+    loop {
+        if let Some(socket) = connect(&address, own).await
+            && read(socket, &address, &out, &metrics).await.is_err()
+        {
+            return;
+        }
+        sleep(PAUSE).await;
+    }
+}
+
+async fn connect(address: &str, own: RouterId) -> Option<SubSocket> {
+    let mut options = SocketOptions::default();
+    options.connect_timeout(CONNECT);
+    let mut socket = SubSocket::with_options(options);
+    let connected = async {
+        socket.subscribe(ACTIVE_SEQUENCES).await?;
+        socket.subscribe(ROUTER_STATUS).await?;
+        socket.subscribe(&snapshot_topic(own.0)).await?;
+        socket.connect(&format!("tcp://{address}")).await
+    };
+    match timeout(CONNECT * 2, connected).await {
+        Ok(Ok(())) => Some(socket),
+        Ok(Err(error)) => {
+            tracing::debug!(address, %error, "cannot listen to another router yet");
+            None
+        }
+        Err(_) => None,
+    }
+}
+
+/// The mesh has ended.
+struct Ended;
+
+/// Reads one socket until it is no good any more.
+async fn read(
+    mut socket: SubSocket,
+    address: &Arc<str>,
+    out: &mpsc::Sender<Heard>,
+    metrics: &ReplicaMetrics,
+) -> Result<(), Ended> {
+    let mut errors = 0;
+    while errors < ERRORS {
+        let Ok(received) = timeout(SILENCE, socket.recv()).await else { return Ok(()) };
+        let Ok(message) = received else {
+            // One bad frame, or a peer that left: the library goes on, unless it cannot.
+            errors += 1;
+            continue;
+        };
+        errors = 0;
+        match message_of(&message.into_vec(), metrics) {
+            Ok(message) => out.send((address.clone(), message)).await.map_err(|_| Ended)?,
+            Err(reason) => metrics.refuse(reason),
+        }
+    }
+    Ok(())
+}
+
+/// Reads topic, publisher id, sequence and envelope. The error is the label under which it is counted.
+pub(super) fn message_of(parts: &[Bytes], metrics: &ReplicaMetrics) -> Result<Message, &'static str> {
+    let [topic, publisher, _sequence, envelope] = parts else { return Err("malformed") };
+    let publisher: [u8; 8] = publisher.as_ref().try_into().map_err(|_| "malformed")?;
+    let from = RouterId(u64::from_be_bytes(publisher));
+    let envelope = decode_envelope(envelope).map_err(|_| "malformed")?;
+    let body = if topic.as_ref() == ACTIVE_SEQUENCES.as_bytes() {
+        let batch: ActiveSequenceBatch = decode(&envelope.payload).map_err(|_| "malformed")?;
+        Body::Events { sequence: envelope.sequence, events: events(batch.events, from, metrics) }
+    } else if topic.as_ref() == ROUTER_STATUS.as_bytes() {
+        let status: RouterStatus = decode(&envelope.payload).map_err(|_| "malformed")?;
+        Body::Status(status)
+    } else {
+        let mut snapshot: Snapshot = decode(&envelope.payload).map_err(|_| "malformed")?;
+        let told = events(std::mem::take(&mut snapshot.events), from, metrics);
+        Body::Snapshot(snapshot, told)
+    };
+    Ok(Message { from, body })
+}
+
+fn events(events: Vec<ActiveSequenceEvent>, from: RouterId, metrics: &ReplicaMetrics) -> Vec<ReplicaEvent> {
+    let read = events.into_iter().map(|event| wire::read(event, from));
+    read.filter_map(|event| event.map_err(|reason| metrics.refuse(reason)).ok()).collect()
+}

@@ -1,0 +1,182 @@
+//! The socket that other routers read from: sends own events as they come, a status four times a second, and snapshots.
+//!
+//! A PUB socket never waits: it drops messages for a reader that is 100,000 of them behind. A reader whose machine is gone
+//! would keep those in memory until TCP gives up; so the kernel is told to give up within [`UNREAD`].
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use bytes::Bytes;
+use protocol::event_plane::{Envelope, encode_envelope};
+use protocol::replica_sync::{MAX_BATCH_EVENTS, SnapshotRequest};
+use routing::{ReplicaEvent, RouterId};
+use socket2::{Domain, Protocol, Socket as TcpSocket, Type};
+use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, MissedTickBehavior, interval, interval_at, timeout_at};
+use zeromq::{Endpoint, PubSocket, Socket, SocketSend, ZmqMessage};
+
+use super::feed::{Feed, Outgoing};
+use super::hub::Ask;
+use super::metrics::ReplicaMetrics;
+use super::options::ReplicaSettings;
+use super::{Load, ReplicaError, outbox};
+use crate::metrics::ReasonLabels;
+
+/// How often the status is sent at least: readers measure silence by it.
+const STATUS: Duration = Duration::from_millis(250);
+
+/// How long the first event of a message waits for more. Below it a message costs more than the event is worth.
+const LINGER: Duration = Duration::from_millis(1);
+
+/// Data that a reader has not taken for so long ends its connection.
+const UNREAD: Duration = Duration::from_secs(10);
+
+/// Connections waiting to be accepted.
+const BACKLOG: i32 = 128;
+
+/// What is to be told.
+pub(super) struct Inbox {
+    /// Own events.
+    pub(super) outbox: outbox::Receiver,
+    /// Snapshots that others asked for.
+    pub(super) asks: mpsc::Receiver<Ask>,
+    /// Snapshots that this router asks for.
+    pub(super) wants: watch::Receiver<Vec<SnapshotRequest>>,
+    /// How often bookings that made progress are told again.
+    pub(super) renewal: Duration,
+}
+
+/// The bound socket.
+pub(super) struct Publisher {
+    socket: PubSocket,
+    port: u16,
+    own: RouterId,
+    metrics: Arc<ReplicaMetrics>,
+}
+
+impl Publisher {
+    pub(super) async fn bind(
+        settings: &ReplicaSettings,
+        own: RouterId,
+        metrics: Arc<ReplicaMetrics>,
+    ) -> Result<Self, ReplicaError> {
+        let address = settings.bind;
+        let refused = |reason: String| ReplicaError::Listen { address: address.to_string(), reason };
+        let listener = listen(address).map_err(|error| refused(error.to_string()))?;
+        let mut socket = PubSocket::new();
+        match socket.bind_listener(listener).await {
+            Ok(Endpoint::Tcp(_, port)) => Ok(Self { socket, port, own, metrics }),
+            Ok(other) => Err(refused(format!("unexpected address {other}"))),
+            Err(error) => Err(refused(error.to_string())),
+        }
+    }
+
+    /// The port it listens on.
+    pub(super) fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Publishes until the outbox is closed.
+    pub(super) async fn run(mut self, mut feed: Feed, mut inbox: Inbox, load: Arc<dyn Load>) {
+        let mut status = interval(STATUS);
+        status.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut renewal = interval_at(Instant::now() + inbox.renewal, inbox.renewal);
+        renewal.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut batch = Vec::with_capacity(MAX_BATCH_EVENTS);
+        loop {
+            tokio::select! {
+                count = inbox.outbox.recv_many(&mut batch, MAX_BATCH_EVENTS) => {
+                    if count == 0 {
+                        return;
+                    }
+                    self.linger(&mut batch, &mut inbox.outbox).await;
+                    if inbox.outbox.lost() {
+                        feed.lost();
+                    }
+                    self.tell(&mut feed, batch.drain(..)).await;
+                }
+                Some(ask) = inbox.asks.recv() => {
+                    self.metrics.snapshots.get_or_create(&ReasonLabels { reason: "sent" }).inc();
+                    self.send_all(feed.snapshot(ask.asker, ask.nonce, &load.own_bookings())).await;
+                }
+                Ok(()) = inbox.wants.changed() => self.status(&mut feed, &mut inbox.wants).await,
+                _ = status.tick() => self.status(&mut feed, &mut inbox.wants).await,
+                _ = renewal.tick() => {
+                    let renewed = feed.renewals(load.own_bookings());
+                    self.tell(&mut feed, renewed).await;
+                }
+            }
+        }
+    }
+
+    /// Waits for more events to share a message with.
+    async fn linger(&self, batch: &mut Vec<ReplicaEvent>, outbox: &mut outbox::Receiver) {
+        self.metrics.queue.set(outbox.len() as f64 / outbox::CAPACITY as f64);
+        let due = Instant::now() + LINGER;
+        while batch.len() < MAX_BATCH_EVENTS {
+            let room = MAX_BATCH_EVENTS - batch.len();
+            match timeout_at(due, outbox.recv_many(batch, room)).await {
+                Ok(count) if count > 0 => {}
+                _ => return,
+            }
+        }
+    }
+
+    async fn tell(&mut self, feed: &mut Feed, events: impl IntoIterator<Item = ReplicaEvent>) {
+        let mut count = 0;
+        let messages = feed.events(events.into_iter().inspect(|_| count += 1));
+        self.metrics.sent.inc_by(count);
+        self.send_all(messages).await;
+    }
+
+    async fn status(&mut self, feed: &mut Feed, wants: &mut watch::Receiver<Vec<SnapshotRequest>>) {
+        let wants = wants.borrow_and_update().clone();
+        let message = feed.status(wants);
+        self.send(message).await;
+    }
+
+    async fn send_all(&mut self, messages: Vec<Outgoing>) {
+        for message in messages {
+            self.send(message).await;
+            // The library's own task empties the queue that this fills.
+            tokio::task::yield_now().await;
+        }
+    }
+
+    /// Never waits for a reader; without any, the message is dropped.
+    async fn send(&mut self, message: Outgoing) {
+        let published_at = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_millis() as u64);
+        let frames = VecDeque::from(frames(self.own, published_at, message));
+        // It has four parts.
+        let Ok(message) = ZmqMessage::try_from(frames) else { return };
+        if let Err(error) = self.socket.send(message).await {
+            tracing::warn!(%error, "message to other routers not sent");
+        }
+    }
+}
+
+/// A message as the event plane has it: topic, publisher, sequence, envelope.
+pub(super) fn frames(own: RouterId, published_at: u64, message: Outgoing) -> [Bytes; 4] {
+    let (publisher_id, Outgoing { topic, sequence, payload }) = (own.0, message);
+    let head = Bytes::copy_from_slice(topic.as_bytes());
+    let envelope = Envelope { publisher_id, sequence, published_at, topic, payload };
+    [
+        head,
+        Bytes::copy_from_slice(&publisher_id.to_be_bytes()),
+        Bytes::copy_from_slice(&sequence.to_be_bytes()),
+        encode_envelope(&envelope).into(),
+    ]
+}
+
+/// A listener whose connections end when their data is not taken; accepted sockets have the options of their listener.
+fn listen(address: SocketAddr) -> std::io::Result<std::net::TcpListener> {
+    let socket = TcpSocket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_reuse_address(true)?;
+    #[cfg(target_os = "linux")]
+    socket.set_tcp_user_timeout(Some(UNREAD))?;
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
+    Ok(socket.into())
+}

@@ -1,0 +1,114 @@
+//! Where requests go without KV events: by load, and by what was sent where.
+
+use serde_json::json;
+
+use crate::client::{Answer, PATIENCE};
+use crate::harness::*;
+use crate::server::{Behaviour, Server, token};
+
+/// A conversation that takes this many turns so far; its text is long enough for blocks.
+fn conversation(topic: &str, turns: usize) -> serde_json::Value {
+    let turn = |at: usize| {
+        let text =
+            format!("In turn {at} of this conversation we talk about {topic}, and about nothing else. ").repeat(4);
+        json!({"role": if at.is_multiple_of(2) { "user" } else { "assistant" }, "content": text})
+    };
+    json!({"messages": (0..turns).map(turn).collect::<Vec<_>>()})
+}
+
+/// Waits until a conversation is taken to be on a worker, in so many blocks at least. Guesses are noted beside the requests.
+async fn until_noted(router: &Router, worker: &str, conversation: &serde_json::Value, blocks: u32) {
+    let noted = async {
+        let mut ticks = tokio::time::interval(std::time::Duration::from_millis(5));
+        while reused(&router.chat_at(worker, conversation).await) < blocks {
+            ticks.tick().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, noted).await.expect("it is noted in time");
+}
+
+fn reused(answer: &Answer) -> u32 {
+    answer.header("x-armature-reused-blocks").parse().expect("a number")
+}
+
+#[tokio::test]
+async fn a_conversation_stays_where_it_began() {
+    let servers = [Server::start("a").await, Server::start("b").await, Server::start("c").await];
+    let router = Router::start(&servers.each_ref(), &[]).await;
+    for topic in ["whales", "trains", "ferns", "glass"] {
+        let first = router.chat(conversation(topic, 1)).await;
+        assert_eq!(reused(&first), 0);
+        let home = first.header("x-armature-worker-id");
+        // 4 texts of some 80 bytes a turn, in blocks of 16 times 4 bytes.
+        until_noted(&router, &home, &conversation(topic, 1), 4).await;
+        let second = router.chat(conversation(topic, 3)).await;
+        assert_eq!((second.header("x-armature-worker-id"), reused(&second) >= 4), (home, true), "{topic}");
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_began_anew_is_taken_to_hold_nothing() {
+    let mut server = Server::start("a").await;
+    let router = Router::start(&[&server], &[]).await;
+    let worker = router.chat(conversation("whales", 1)).await.header("x-armature-worker-id");
+    until_noted(&router, &worker, &conversation("whales", 1), 4).await;
+    server.kill().await;
+    router.until_routable(0).await;
+    server.revive().await;
+    router.until_routable(1).await;
+    assert_eq!(reused(&router.chat(conversation("whales", 1)).await), 0);
+}
+
+#[tokio::test]
+async fn requests_that_come_together_are_spread() {
+    let (a, b) = (Server::start("a").await, Server::start("b").await);
+    let router = Router::start(&[&a, &b], &[]).await;
+    let mut open = Vec::new();
+    for server in [&a, &b] {
+        server.behave(Behaviour::Pieces(vec![token(0)]));
+    }
+    for topic in ["whales", "trains", "ferns", "glass"] {
+        let mut fields = conversation(topic, 1);
+        fields["stream"] = true.into();
+        let mut response = router.open(fields).await;
+        assert_eq!(response.piece().await, Some(token(0)));
+        open.push(response);
+    }
+    assert_eq!((a.seen().len(), b.seen().len()), (2, 2));
+    assert_eq!(router.metric("armature_router_requests_in_flight").await, 4.0);
+    drop(open);
+    router.until("all are freed", |metrics| value(metrics, "armature_router_requests_in_flight") == 0.0).await;
+}
+
+#[tokio::test]
+async fn an_adapter_is_asked_of_servers_that_have_it() {
+    let (plain, tuned) = (Server::start("plain").await, Server::start("tuned").await);
+    tuned.models(json!([{"id": "tiny", "max_model_len": 4096}, {"id": "poet", "root": "/a", "parent": "tiny"}]));
+    let router = Router::start(&[&plain, &tuned], &[]).await;
+    let mut fields = conversation("whales", 1);
+    fields["model"] = "poet".into();
+    let answer = router.chat(fields.clone()).await;
+    assert_eq!(answer.header("x-armature-worker"), tuned.name());
+    let worker = answer.header("x-armature-worker-id");
+    until_noted(&router, &worker, &fields, 4).await;
+    // The base model's blocks are others, though the text is the same.
+    assert_eq!(reused(&router.chat_at(&worker, &conversation("whales", 1)).await), 0);
+}
+
+#[tokio::test]
+async fn a_request_can_be_pinned() {
+    let (a, b) = (Server::start("a").await, Server::start("b").await);
+    let router = Router::start(&[&a, &b], &[]).await;
+    let id = router.chat(json!({})).await.header("x-armature-worker-id");
+    let seen = |server: &Server| server.seen().len();
+    let before = (seen(&a), seen(&b));
+    for _ in 0..3 {
+        let answer = router.chat_at(&id, &json!({})).await;
+        assert_eq!((answer.status, answer.header("x-armature-worker-id")), (200, id.clone()));
+    }
+    assert_eq!(seen(&a).abs_diff(before.0) + seen(&b).abs_diff(before.1), 3);
+    assert!(seen(&a) == before.0 || seen(&b) == before.1, "all three went to one");
+    let last = a.seen().pop().or(b.seen().pop()).expect("one of them");
+    assert!(!last.headers.contains_key("x-armature-worker"));
+    assert_eq!(router.chat_at("12345", &json!({})).await.error().0, 400);
+}
