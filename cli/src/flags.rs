@@ -37,7 +37,7 @@ pub enum Command {
     /// Serves the OpenAI API and sends requests to workers
     Router(Box<router::config::Config>),
     /// Runs an engine and makes it known to routers
-    Worker(WorkerArgs),
+    Worker(Box<WorkerArgs>),
     /// Serves a model on this machine: one router and some workers, until Ctrl-C
     Up(Up),
     /// Asks a router where a request would go, or why one went where it did

@@ -36,7 +36,7 @@ fn run(command: Command) -> Outcome {
         Command::Router(args) => signals::serve(|shutdown| commands::router::run(*args, shutdown)),
         Command::Worker(args) => {
             args.follow_parent();
-            signals::serve(|shutdown| commands::worker::run(args, shutdown))
+            signals::serve(|shutdown| commands::worker::run(*args, shutdown))
         }
         Command::Up(args) => signals::serve(|shutdown| up::run(args, shutdown)),
         Command::Explain(args) => explain::run(&args),
