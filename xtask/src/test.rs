@@ -115,9 +115,10 @@ fn unit() -> anyhow::Result<()> {
     run_command(cargo().args(["test", "--release", "--quiet", "--workspace", "--doc"]))
 }
 
-/// The pure crates, each by itself: in the workspace one may live on features that another asks for.
+/// The pure crates, each by itself: in the workspace one may live on features that another asks for. Not the API types, which
+/// would compile all of Kubernetes' own once more.
 fn alone() -> anyhow::Result<()> {
-    for (name, _) in tidy::PURE {
+    for (name, _) in tidy::PURE.iter().filter(|(name, _)| *name != "crds") {
         run_command(cargo().args(["check", "--release", "--quiet", "--package", name]))?;
     }
     Ok(())

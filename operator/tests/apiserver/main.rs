@@ -60,7 +60,7 @@ async fn reconciling_twice_changes_nothing() {
     server.settled("chat-worker").await;
     server.reconcile("chat").await.expect("applied");
     let before = server.versions().await;
-    assert_eq!(before.len(), 12, "{before:#?}");
+    assert_eq!(before.len(), 13, "{before:#?}");
     server.reconcile("chat").await.expect("applied");
     assert_eq!(server.versions().await, before);
     server.stop().await;

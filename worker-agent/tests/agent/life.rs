@@ -68,10 +68,10 @@ async fn a_drain_finishes_what_runs_and_refuses_the_rest() {
     submission.token(2);
     assert_eq!(router.output(1).await.token_ids, [2]);
     assert!(!worker.running.is_finished());
+    let file = worker.file().expect("registered");
     submission.finish(2);
     assert!(matches!(router.recv().await.body, Some(Body::Finished(_))));
     assert_eq!(router.recv_or_end().await, None);
-    let file = worker.file().expect("registered");
     worker.stop().await.expect("a clean end");
     assert!(!file.exists());
 }
