@@ -222,7 +222,11 @@ async fn a_second_ctrl_c_ends_at_once_and_leaves_nothing_behind() {
     let Ended { status, stderr } = system.armature.ended(Duration::from_secs(5)).await.expect("ends at once");
     assert_eq!(status.code(), Some(130), "{stderr}");
     assert!(stderr.contains("draining 1 request; Ctrl-C again ends at once"), "{stderr}");
-    running.await.expect("no panic").expect_err("the request is cut");
+    // Router and worker end at the same time: the client sees either the one or the other go.
+    if let Ok((status, _, body)) = running.await.expect("no panic") {
+        let body = String::from_utf8_lossy(&body);
+        assert!(status != StatusCode::OK || body.contains("\"error\""), "the request is cut: {body}");
+    }
     assert_eq!(std::fs::read_dir(folder.path()).expect("readable").count(), 0, "temporary files are gone");
     until("the end of the worker", END, || async {
         if workers.iter().any(|pid| runs(*pid)) { Err(format!("{workers:?} still run")) } else { Ok(()) }
