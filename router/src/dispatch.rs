@@ -5,13 +5,13 @@
 
 pub(crate) mod ask;
 pub(crate) mod booking;
-mod find;
+pub(crate) mod find;
 mod queue;
 mod reply;
 
 use std::sync::Arc;
 
-use kv_hashing::HashSpace;
+use kv_hashing::{BlockHash, HashSpace};
 use kv_index::{Overlaps, TierBlocks, WorkerRank};
 use protocol::request_plane::{ClientFrame, ErrorCode, Failed, Generate, client_frame, server_frame};
 use routing::{CostConfig, Decision, Explanation, Mode, Record, Refusal, WorkerSet};
@@ -25,7 +25,8 @@ use crate::proxy::Proxy;
 use crate::request_plane::Stream;
 use crate::workers::{Cluster, ClusterView, Life};
 use ask::Ask;
-use booking::{Booking, Named, Placement};
+use booking::{Booking, Placement};
+use find::Found;
 use reply::{Expected, Reply};
 
 /// Most workers tried for one request.
@@ -49,13 +50,6 @@ pub struct Dispatcher {
     cost: CostConfig,
     /// In place of workers that take tokens.
     proxy: Option<Arc<Proxy>>,
-}
-
-/// Where an attempt goes.
-struct Placed {
-    view: Arc<ClusterView>,
-    decision: Decision,
-    booking: Booking,
 }
 
 /// Why an attempt failed.
@@ -108,7 +102,7 @@ impl Dispatcher {
         let model = view.models.get(&request.model);
         let size = model.ok_or_else(|| DispatchError::NoWorker { model: request.model.clone() })?.block_size;
         let ask = Ask::new(request, options, size, &self.cost)?;
-        Ok(self.placement.explain(&view.set, &ask.request(), &self.held(&ask)))
+        Ok(self.placement.explain(&view.set, &ask.request(), &self.held(&ask.blocks)))
     }
 
     /// The decisions about a request (of this id on the request plane) that are still known: one for each attempt.
@@ -117,47 +111,28 @@ impl Dispatcher {
     }
 
     /// What each worker holds of a request's prompt.
-    fn held(&self, ask: &Ask) -> Overlaps {
-        if self.match_prefixes { self.cluster.index.overlaps(&ask.blocks) } else { Overlaps::default() }
+    fn held(&self, blocks: &[BlockHash]) -> Overlaps {
+        if self.match_prefixes { self.cluster.index.overlaps(blocks) } else { Overlaps::default() }
     }
 
     /// Finds a worker, after a wait if none has room. `None`: there is none for this request, or those that there are would
     /// misread its tokens, since the model's name went over to other files after it was tokenized.
-    async fn place(&self, ask: &Ask, tokenizer: &Arc<Model>) -> Result<Option<Placed>, DispatchError> {
-        let mut place: Option<queue::Place> = None;
-        loop {
-            let published = self.cluster.published.notified();
-            // A new view each time: a failure, or time, may have changed it.
+    async fn place(&self, ask: &Ask, tokenizer: &Arc<Model>) -> Result<Option<Found<Arc<ClusterView>>>, DispatchError> {
+        let view = || {
             let view = self.cluster.view.load_full();
-            if !view.models.get(&ask.model).is_some_and(|now| Arc::ptr_eq(&now.served.model, tokenizer)) {
-                return Ok(None);
+            let same = view.models.get(&ask.model).is_some_and(|now| Arc::ptr_eq(&now.served.model, tokenizer));
+            same.then_some(view)
+        };
+        let held = |blocks: &[BlockHash]| self.held(blocks);
+        let found = self.placement.find(&self.cluster, ask, view, |view| &view.set, held).await?;
+        if let Some(Found { held, decision, .. }) = &found {
+            self.note(ask, decision);
+            if self.match_prefixes {
+                self.cluster.index.matched(&ask.blocks, held);
             }
-            let held = self.held(ask);
-            let named = Named {
-                request: &ask.id,
-                expected_output_tokens: ask.hints.expected_output_tokens.map(|tokens| tokens as usize),
-                ticket: place.as_ref().map(queue::Place::ticket),
-            };
-            match self.placement.decide(&view.set, &ask.request(), &held, named) {
-                Ok((decision, booking)) => {
-                    if let Some(place) = &mut place {
-                        place.served();
-                    }
-                    self.note(ask, &decision);
-                    if self.match_prefixes {
-                        self.cluster.index.matched(&ask.blocks, &held);
-                    }
-                    self.cluster.index.routed(decision.rank, &ask.blocks);
-                    return Ok(Some(Placed { view, decision, booking }));
-                }
-                Err(Refusal::Saturated) => {}
-                Err(refusal) => return refused(refusal, &ask.model).map_or(Ok(None), Err),
-            }
-            match &mut place {
-                Some(place) => place.turn(published).await?,
-                None => place = Some(self.placement.queue(&ask.model, ask.rank(&held), &self.cluster.metrics)?),
-            }
+            self.cluster.index.routed(decision.rank, &ask.blocks);
         }
+        Ok(found)
     }
 
     fn note(&self, ask: &Ask, decision: &Decision) {
@@ -225,7 +200,7 @@ impl Dispatcher {
         let mut last_error = None;
         for _ in 0..ATTEMPTS {
             let Some(placed) = self.place(&ask, &tokenizer).await? else { break };
-            let Placed { view, decision, booking } = placed;
+            let Found { view, decision, booking, .. } = placed;
             let worker = decision.rank.worker;
             ask.failed_at(worker);
             let Some(life) = view.workers.get(&worker) else { continue };

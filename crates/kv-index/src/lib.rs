@@ -13,20 +13,15 @@ pub mod index;
 pub mod local;
 pub mod overlap;
 pub mod predicted;
-pub mod reference;
+#[cfg(test)]
+mod reference;
 pub mod tree;
 
 pub use event::{EngineHash, KvEvent, KvEventData, StoredBlock, Tier, WorkerId, WorkerRank};
 pub use hash::HashBuilder;
 pub use index::KvIndex;
 pub use overlap::{Applied, Overlaps, TierBlocks};
-pub use reference::PrefixIndex;
 
 /// Most blocks of one rank, over all tiers, unless its index is told otherwise: 64 Mi tokens in blocks of 16. A broken
 /// engine costs at most 4 Mi × 25 bytes = 105 MB.
 pub const MAX_RANK_BLOCKS: usize = 4 << 20;
-
-/// Where [`MAX_RANK_BLOCKS`] used to be.
-pub mod prefix {
-    pub use crate::MAX_RANK_BLOCKS;
-}

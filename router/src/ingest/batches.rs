@@ -72,7 +72,8 @@ fn pieces(event: KvEvent) -> Vec<KvEvent> {
 #[cfg(test)]
 mod tests {
     use kv_hashing::BlockHash;
-    use kv_index::{EngineHash, PrefixIndex, StoredBlock, Tier, WorkerId, WorkerRank};
+    use kv_index::tree::{self, Limits};
+    use kv_index::{EngineHash, KvIndex, StoredBlock, Tier, WorkerId, WorkerRank};
 
     use super::*;
 
@@ -96,7 +97,7 @@ mod tests {
         );
         let gone = (3500..5000).map(EngineHash).collect();
         events.push(event(KvEventData::Removed { blocks: gone }));
-        let (mut whole, mut cut) = (PrefixIndex::new(), PrefixIndex::new());
+        let ((mut whole, _), (mut cut, _)) = (tree::new(Limits::default()), tree::new(Limits::default()));
         for event in &events {
             assert_eq!(whole.apply(RANK, event.tier, &event.data).orphans, 0);
         }

@@ -20,6 +20,7 @@ use super::server::Server;
 use crate::backend::{DispatchError, RouteOptions};
 use crate::dispatch::ask::Ask;
 use crate::dispatch::booking::Booking;
+use crate::dispatch::find::Found;
 use crate::metrics::ReasonLabels;
 use crate::openai::Endpoint;
 
@@ -169,8 +170,8 @@ pub(super) async fn run(proxy: &Proxy, outgoing: &Outgoing) -> Result<Incoming, 
     let (workers, held) = (|| proxy.workers(key.model()), |blocks: &[BlockHash]| proxy.overlaps(blocks));
     let mut last_error = None;
     for _ in 0..ATTEMPTS {
-        let placed = proxy.placement.find(&proxy.cluster, &ask, &workers, &held).await?;
-        let Some((decision, booking)) = placed else { break };
+        let placed = proxy.placement.find(&proxy.cluster, &ask, &workers, |set| &**set, &held).await?;
+        let Some(Found { decision, booking, .. }) = placed else { break };
         proxy.routed(&ask, &decision);
         let worker = decision.rank.worker;
         ask.failed_at(worker);

@@ -6,9 +6,9 @@ mod races;
 use proptest::prelude::*;
 
 use super::*;
-use crate::PrefixIndex;
 use crate::event::StoredBlock;
 use crate::histories::*;
+use crate::reference::PrefixIndex;
 
 /// A small tree, checked.
 struct Pair {
