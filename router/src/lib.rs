@@ -19,4 +19,5 @@ pub mod replicas;
 mod request_plane;
 pub mod service;
 pub mod stream;
+mod subscriber;
 mod workers;

@@ -1,6 +1,6 @@
 //! `block_hashes` and `sequence_hashes`.
 
-use kv_hashing::{HashSpace, sequence_hashes as chained};
+use kv_hashing::{BlockHash, HashSpace, sequence_hashes as chained};
 use pyo3::prelude::*;
 
 use crate::arguments;
@@ -14,8 +14,7 @@ pub(crate) fn block_hashes(
     lora_name: Option<&str>,
     cache_namespace: Option<&str>,
 ) -> PyResult<Vec<u64>> {
-    let (size, space) = (arguments::block_size(block_size)?, HashSpace::new(lora_name, cache_namespace));
-    let blocks = arguments::block_hashes(tokens.py(), &arguments::tokens(tokens, "tokens")?, size, space);
+    let blocks = blocks(tokens, block_size, lora_name, cache_namespace)?;
     Ok(blocks.into_iter().map(|block| block.0).collect())
 }
 
@@ -28,7 +27,16 @@ pub(crate) fn sequence_hashes(
     lora_name: Option<&str>,
     cache_namespace: Option<&str>,
 ) -> PyResult<Vec<u64>> {
-    let (size, space) = (arguments::block_size(block_size)?, HashSpace::new(lora_name, cache_namespace));
-    let blocks = arguments::block_hashes(tokens.py(), &arguments::tokens(tokens, "tokens")?, size, space);
+    let blocks = blocks(tokens, block_size, lora_name, cache_namespace)?;
     Ok(chained(&blocks).into_iter().map(|sequence| sequence.0).collect())
+}
+
+fn blocks(
+    tokens: &Bound<'_, PyAny>,
+    block_size: i128,
+    lora_name: Option<&str>,
+    cache_namespace: Option<&str>,
+) -> PyResult<Vec<BlockHash>> {
+    let (size, space) = (arguments::block_size(block_size)?, HashSpace::new(lora_name, cache_namespace));
+    Ok(arguments::block_hashes(tokens.py(), &arguments::tokens(tokens, "tokens")?, size, space))
 }

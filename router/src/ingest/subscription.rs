@@ -1,8 +1,7 @@
 //! The event plane over ZeroMQ: a SUB socket on one worker's publisher, rebuilt whenever it is silent for too long.
 //!
 //! Losses are expected: before the subscription has arrived, while reconnecting, at the publisher's high-water mark. They
-//! show only as gaps of ids, which is the cursor's business. The socket library waits in `connect` and backs off for long,
-//! so both happen in a task of their own, under a short limit.
+//! show only as gaps of ids, which is the cursor's business.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,26 +11,17 @@ use kv_index::KvEvent;
 use protocol::event_plane::{ActiveLoad, KV_EVENTS, KV_METRICS, decode_envelope, decode_events, decode_load};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
-use tokio::time::{sleep, timeout};
-use zeromq::{Socket, SocketOptions, SocketRecv, SubSocket};
+use tokio::time::sleep;
 
 use super::wire;
 use crate::metrics::{CoreMetrics, ReasonLabels};
-
-/// Deadline of connecting; then a new socket tries again.
-const CONNECT: Duration = Duration::from_secs(2);
-
-/// Pause between two sockets.
-const PAUSE: Duration = Duration::from_millis(200);
+use crate::subscriber::{PAUSE, Subscriber};
 
 /// A publisher sends a heartbeat every second: after five missed ones the socket is rebuilt.
 const SILENCE: Duration = Duration::from_secs(5);
 
 /// Messages waiting for the ingest task. When it is full the socket is not read, and the publisher drops: a gap.
 const QUEUE: usize = 256;
-
-/// Errors in a row after which a socket is given up.
-const ERRORS: u32 = 16;
 
 /// What the event plane brings.
 #[derive(Debug)]
@@ -65,34 +55,15 @@ impl Subscription {
 
 async fn read_for_ever(address: String, worker: u64, metrics: Arc<CoreMetrics>, out: mpsc::Sender<Message>) {
     loop {
-        if let Some(socket) = connect(&address).await {
+        if let Some(subscriber) = Subscriber::connect(&address, &[KV_EVENTS, KV_METRICS], SILENCE).await {
             if out.send(Message::Connected).await.is_err() {
                 return;
             }
-            if read(socket, worker, &metrics, &out).await.is_err() {
+            if read(subscriber, worker, &metrics, &out).await.is_err() {
                 return;
             }
         }
         sleep(PAUSE).await;
-    }
-}
-
-async fn connect(address: &str) -> Option<SubSocket> {
-    let mut options = SocketOptions::default();
-    options.connect_timeout(CONNECT);
-    let mut socket = SubSocket::with_options(options);
-    let connected = async {
-        socket.subscribe(KV_EVENTS).await?;
-        socket.subscribe(KV_METRICS).await?;
-        socket.connect(address).await
-    };
-    match timeout(CONNECT * 2, connected).await {
-        Ok(Ok(())) => Some(socket),
-        Ok(Err(error)) => {
-            tracing::debug!(address, %error, "cannot subscribe to KV events yet");
-            None
-        }
-        Err(_) => None,
     }
 }
 
@@ -101,21 +72,13 @@ struct Ended;
 
 /// Reads one socket until it is no good any more.
 async fn read(
-    mut socket: SubSocket,
+    mut subscriber: Subscriber,
     worker: u64,
     metrics: &CoreMetrics,
     out: &mpsc::Sender<Message>,
 ) -> Result<(), Ended> {
-    let mut errors = 0;
-    while errors < ERRORS {
-        let Ok(received) = timeout(SILENCE, socket.recv()).await else { return Ok(()) };
-        let Ok(message) = received else {
-            // One bad frame, or a peer that left: the library goes on, unless it cannot.
-            errors += 1;
-            continue;
-        };
-        errors = 0;
-        match decode(&message.into_vec(), worker, metrics) {
+    while let Some(parts) = subscriber.next().await {
+        match decode(&parts, worker, metrics) {
             Ok(message) => out.send(message).await.map_err(|_| Ended)?,
             Err(reason) => {
                 metrics.events_refused.get_or_create(&ReasonLabels { reason }).inc();

@@ -1,7 +1,6 @@
 //! One other router's messages: a SUB socket on its publisher, rebuilt whenever it is silent for too long.
 //!
-//! Losses are expected, as with the workers' events; they show as gaps, which are the hub's business. The socket library waits
-//! in `connect` and backs off for long, so both happen in a task of their own, under a short limit.
+//! Losses are expected, as with the workers' events; they show as gaps, which are the hub's business.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,24 +14,15 @@ use protocol::replica_sync::{
 use routing::{ReplicaEvent, RouterId};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
-use tokio::time::{sleep, timeout};
-use zeromq::{Socket, SocketOptions, SocketRecv, SubSocket};
+use tokio::time::sleep;
 
 use super::hub::{Body, Message};
 use super::metrics::ReplicaMetrics;
 use super::wire;
-
-/// Deadline of connecting; then a new socket tries again.
-const CONNECT: Duration = Duration::from_secs(2);
-
-/// Pause between two sockets.
-const PAUSE: Duration = Duration::from_millis(200);
+use crate::subscriber::{PAUSE, Subscriber};
 
 /// A router says four times a second how it is: after eight missed messages the socket is rebuilt.
 const SILENCE: Duration = Duration::from_secs(2);
-
-/// Errors in a row after which a socket is given up.
-const ERRORS: u32 = 16;
 
 /// A message, and the address that it came from.
 pub(super) type Heard = (Arc<str>, Message);
@@ -61,33 +51,15 @@ impl Link {
 }
 
 async fn read_for_ever(address: Arc<str>, own: RouterId, out: mpsc::Sender<Heard>, metrics: Arc<ReplicaMetrics>) {
+    let (dialed, snapshots) = (format!("tcp://{address}"), snapshot_topic(own.0));
+    let topics = [ACTIVE_SEQUENCES, ROUTER_STATUS, &snapshots];
     loop {
-        if let Some(socket) = connect(&address, own).await
-            && read(socket, &address, &out, &metrics).await.is_err()
+        if let Some(subscriber) = Subscriber::connect(&dialed, &topics, SILENCE).await
+            && read(subscriber, &address, &out, &metrics).await.is_err()
         {
             return;
         }
         sleep(PAUSE).await;
-    }
-}
-
-async fn connect(address: &str, own: RouterId) -> Option<SubSocket> {
-    let mut options = SocketOptions::default();
-    options.connect_timeout(CONNECT);
-    let mut socket = SubSocket::with_options(options);
-    let connected = async {
-        socket.subscribe(ACTIVE_SEQUENCES).await?;
-        socket.subscribe(ROUTER_STATUS).await?;
-        socket.subscribe(&snapshot_topic(own.0)).await?;
-        socket.connect(&format!("tcp://{address}")).await
-    };
-    match timeout(CONNECT * 2, connected).await {
-        Ok(Ok(())) => Some(socket),
-        Ok(Err(error)) => {
-            tracing::debug!(address, %error, "cannot listen to another router yet");
-            None
-        }
-        Err(_) => None,
     }
 }
 
@@ -96,21 +68,13 @@ struct Ended;
 
 /// Reads one socket until it is no good any more.
 async fn read(
-    mut socket: SubSocket,
+    mut subscriber: Subscriber,
     address: &Arc<str>,
     out: &mpsc::Sender<Heard>,
     metrics: &ReplicaMetrics,
 ) -> Result<(), Ended> {
-    let mut errors = 0;
-    while errors < ERRORS {
-        let Ok(received) = timeout(SILENCE, socket.recv()).await else { return Ok(()) };
-        let Ok(message) = received else {
-            // One bad frame, or a peer that left: the library goes on, unless it cannot.
-            errors += 1;
-            continue;
-        };
-        errors = 0;
-        match message_of(&message.into_vec(), metrics) {
+    while let Some(parts) = subscriber.next().await {
+        match message_of(&parts, metrics) {
             Ok(message) => out.send((address.clone(), message)).await.map_err(|_| Ended)?,
             Err(reason) => metrics.refuse(reason),
         }
