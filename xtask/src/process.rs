@@ -12,10 +12,15 @@ pub fn root() -> PathBuf {
     manifest.parent().map_or(manifest.clone(), Path::to_path_buf)
 }
 
-/// A command that runs in the repository's root.
+/// A command that runs in the repository's root, as if a person had typed it: without what `cargo run` told us of our own package.
+/// A build script that watches one of those variables (ring's does) would run again, and all that depends on it be built again.
 pub fn command(program: impl AsRef<std::ffi::OsStr>) -> Command {
     let mut command = Command::new(program);
     command.current_dir(root());
+    let of_ours = |name: &str| name.starts_with("CARGO_MANIFEST_") || name.starts_with("CARGO_PKG_");
+    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(of_ours)) {
+        command.env_remove(name);
+    }
     command
 }
 
