@@ -31,6 +31,9 @@ fn run(command: Command) -> Outcome {
     if matches!(command, Command::Router(_) | Command::Worker(_) | Command::Up(_)) {
         open_files::raise_limit();
     }
+    if matches!(command, Command::Router(_) | Command::Up(_)) {
+        router::memory::share_heaps();
+    }
     match command {
         Command::Operator(args) => signals::serve(|shutdown| commands::operator::run(args, shutdown)),
         Command::Router(args) => signals::serve(|shutdown| commands::router::run(*args, shutdown)),

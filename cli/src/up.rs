@@ -35,6 +35,9 @@ pub struct Up {
     /// Worker processes
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub workers: u16,
+    /// How many of the workers only compute prompts, for the others to go on with: disaggregated serving
+    #[arg(long, default_value_t = 0)]
+    pub prefill_workers: u16,
     /// Port of the OpenAI API; 0 takes a free one
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
@@ -67,6 +70,12 @@ fn block_size(text: &str) -> Result<u32, String> {
 /// Serves until `shutdown`.
 pub async fn run(args: Up, shutdown: CancellationToken) -> Outcome {
     let source: ModelSource = args.model.parse().map_err(Failure::settings)?;
+    if args.prefill_workers >= args.workers {
+        let (prefill, all) = (args.prefill_workers, args.workers);
+        return Err(Failure::settings(format!(
+            "--prefill-workers {prefill} of --workers {all} leave nobody to decode"
+        )));
+    }
     let address = SocketAddr::new(args.host, args.port);
     let listener = TcpListener::bind(address).await.map_err(|error| cannot_listen(address, "--port", &error))?;
     let address = listener.local_addr()?;

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use clap::{Args, Parser};
 use crds::model_deployment::Router;
 use operator::build::router_flags;
-use router::config::{Config, SelectionOptions};
+use router::config::{Config, DisaggregationOptions, SelectionOptions};
 use serde_json::{Value, json};
 
 #[derive(Parser)]
@@ -22,6 +22,8 @@ fn fields() -> Value {
         "trackActiveBlocks": true, "trackOutputBlocks": false, "assumeKvReuse": true, "trackPrefillTokens": true,
         "activeDecodeBlocksThreshold": 0.9, "activePrefillTokensThreshold": 8192, "activePrefillTokensThresholdFrac": 2,
         "queueThreshold": 1.5, "queuePolicy": "lcfs", "queueLimit": 10, "queueTimeoutSeconds": 5, "decisions": 100,
+        "migrationLimit": 2,
+        "conditionalDisagg": {"effIslThreshold": 100, "effIslRatioThreshold": 0.5, "prefillBusyThreshold": 9},
     })
 }
 
@@ -45,6 +47,7 @@ fn every_setting_of_selection_has_a_field() {
     all["loadAware"] = true.into();
     let rendered = names(&flags(all));
     let command = SelectionOptions::augment_args(clap::Command::new("router"));
+    let command = DisaggregationOptions::augment_args(command);
     let known: Vec<String> = command.get_arguments().filter_map(|arg| Some(format!("--{}", arg.get_long()?))).collect();
     let missing: Vec<String> = names(&known).difference(&rendered).cloned().collect();
     assert!(missing.is_empty(), "without a field in ModelDeployment: {missing:?}");

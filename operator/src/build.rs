@@ -14,6 +14,7 @@ use k8s_openapi::api::core::v1::{PodTemplateSpec, Service, ServiceAccount};
 use k8s_openapi::api::rbac::v1::{Role, RoleBinding};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta, OwnerReference};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64;
 
 pub use pod::POD_ENVIRONMENT;
@@ -153,8 +154,8 @@ fn rolling(meta: ObjectMeta, part: &Part<'_>, replicas: i32, template: PodTempla
     }
 }
 
-/// Hash of a pod template: 10 hex digits of XXH3-64 over its JSON. Equal templates have equal revisions in every build.
-fn revision(template: &PodTemplateSpec) -> String {
+/// Hash of a pod template or a part of it: 10 hex digits of XXH3-64 over its JSON. Equal ones have equal revisions in every build.
+fn revision(template: &impl Serialize) -> String {
     // A pod template is a tree of structs and maps with string keys: it always serializes.
     let json = serde_json::to_vec(template).expect("a pod template is plain data");
     format!("{:010x}", xxh3_64(&json) >> 24)

@@ -1,5 +1,6 @@
 //! The router's flags, under Dynamo's names, and what they become once they are checked.
 
+mod disaggregation;
 mod selection;
 
 use std::net::{IpAddr, Ipv4Addr};
@@ -7,13 +8,18 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use routing::ConditionalDisagg;
 
 use crate::discovery::Source;
 use crate::http::FrontendConfig;
 use crate::index::config::{IndexOptions, IndexSettings};
 use crate::proxy::config::ProxyConfig;
 use crate::replicas::options::{ReplicaOptions, ReplicaSettings};
+pub use disaggregation::DisaggregationOptions;
 pub use selection::{QueueSettings, RouterMode, RouterQueuePolicy, Selection, SelectionOptions};
+
+/// Moves of one stream from worker to worker, where nothing else is said: a rollout of a few workers may hit a long one each time.
+const MIGRATION_LIMIT: u32 = 3;
 
 /// Where workers are found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -62,6 +68,12 @@ pub struct Config {
     /// Longest silence between two tokens of a request, in seconds
     #[arg(long, env = "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS", default_value = "120", value_parser = seconds)]
     pub token_timeout_secs: Duration,
+    /// How often a stream whose worker is lost goes on at another one; 0: it ends with an error
+    #[arg(long, env = "DYN_MIGRATION_LIMIT", default_value_t = MIGRATION_LIMIT)]
+    pub migration_limit: u32,
+    /// Which requests run on two workers
+    #[command(flatten)]
+    pub disaggregation: DisaggregationOptions,
     /// The KV index
     #[command(flatten)]
     pub index: IndexOptions,
@@ -100,6 +112,10 @@ pub struct Settings {
     pub replicas: Option<ReplicaSettings>,
     /// Only workers registered under this Dynamo namespace.
     pub dynamo_namespace: Option<String>,
+    /// How often a stream may go on at another worker.
+    pub migration_limit: u32,
+    /// Which requests stay whole although they could run on a prefill and a decode worker; `None`: none of them.
+    pub conditional_disagg: Option<ConditionalDisagg>,
     /// How long things may take.
     pub deadlines: Deadlines,
 }
@@ -113,6 +129,8 @@ impl Settings {
             source,
             replicas: None,
             dynamo_namespace: None,
+            migration_limit: MIGRATION_LIMIT,
+            conditional_disagg: None,
             deadlines: Deadlines::default(),
         }
     }
@@ -151,6 +169,8 @@ impl Config {
             replicas: self.replicas.validate(&source)?,
             source,
             dynamo_namespace: self.dyn_namespace.clone(),
+            migration_limit: self.migration_limit,
+            conditional_disagg: self.disaggregation.validate()?,
             deadlines: Deadlines {
                 connect: self.connect_timeout_secs,
                 first_token: self.first_token_timeout_secs,
@@ -219,7 +239,7 @@ mod tests {
     fn the_defaults_are_kv_mode_over_kubernetes() {
         let settings = settings(&[]).expect("valid");
         assert_eq!((settings.selection, settings.index.events), (Selection::default(), true));
-        assert_eq!(settings.deadlines, Deadlines::default());
+        assert_eq!((settings.deadlines, settings.migration_limit), (Deadlines::default(), 3));
         assert!(matches!(settings.source, Source::Kubernetes { .. }));
     }
 

@@ -208,7 +208,7 @@ impl Indexer {
     }
 }
 
-/// For each rank the better of two answers.
+/// For each rank the better of two answers; nothing is guessed of pools.
 fn larger(a: &Overlaps, b: &Overlaps) -> Overlaps {
     let mut best: std::collections::BTreeMap<WorkerRank, TierBlocks> = a.iter().collect();
     for (rank, blocks) in b.iter() {
@@ -217,7 +217,7 @@ fn larger(a: &Overlaps, b: &Overlaps) -> Overlaps {
             *kept = blocks;
         }
     }
-    best.into_iter().collect()
+    Overlaps::new(best, a.pooled().to_vec())
 }
 
 #[cfg(test)]

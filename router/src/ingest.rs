@@ -2,11 +2,14 @@
 //!
 //! After the subscription stands, the worker's whole state is fetched over the request plane; from then on its numbered
 //! events are applied as they come. `cursor` decides what each event means, `subscription` reads the event plane, `query`
-//! asks for what was missed, `compare` looks whether the result is true. Recovery runs beside the live events, which wait for it in a bounded queue.
+//! asks for what was missed, `compare` looks whether the result is true, `load` takes the workers' reports. Recovery runs beside the live events, which wait for it in a bounded queue.
 
 mod batches;
 mod compare;
+#[cfg(test)]
+mod convergence;
 mod cursor;
+pub(crate) mod load;
 mod query;
 mod subscription;
 pub(crate) mod wire;
@@ -19,11 +22,12 @@ use std::time::Duration;
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use kv_index::{KvEvent, KvEventData, WorkerId, WorkerRank};
-use protocol::event_plane::ActiveLoad;
+use protocol::event_plane::{ActiveLoad, KV_EVENTS, KV_METRICS};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 
+use crate::dispatch::booking::Placement;
 use crate::index::{Indexer, Outcome};
 use crate::metrics::{CoreMetrics, ReasonLabels};
 use crate::request_plane::Client;
@@ -68,6 +72,8 @@ pub(crate) struct Feed {
     pub(crate) client: Arc<Client>,
     /// The index of all workers.
     pub(crate) index: Arc<Indexer>,
+    /// Where its load counts.
+    pub(crate) placement: Arc<Placement>,
     /// Where things are counted.
     pub(crate) metrics: Arc<CoreMetrics>,
     /// Ends the feed. Whoever cancels it removes the worker from the index afterwards.
@@ -130,8 +136,7 @@ impl Ingest {
     }
 
     async fn run(&mut self) {
-        let (mut subscription, mut messages) =
-            Subscription::start(self.feed.events.clone(), self.feed.worker.0, self.feed.metrics.clone());
+        let (mut subscription, mut messages) = self.subscribe();
         let every = self.feed.index.check_every();
         // Not all workers at once.
         let mut checks = interval_at(Instant::now() + every.mul_f64(rand::random_range(0.5..1.0)), every);
@@ -166,7 +171,12 @@ impl Ingest {
     fn resubscribe(&self, ended: Subscription) -> (Subscription, mpsc::Receiver<Message>) {
         drop(ended);
         tracing::warn!(worker = %self.feed.name, "the reader of KV events ended unexpectedly; starting it again");
-        Subscription::start(self.feed.events.clone(), self.feed.worker.0, self.feed.metrics.clone())
+        self.subscribe()
+    }
+
+    fn subscribe(&self) -> (Subscription, mpsc::Receiver<Message>) {
+        let Feed { events, worker, metrics, .. } = &self.feed;
+        Subscription::start(events.clone(), worker.0, &[KV_EVENTS, KV_METRICS], metrics.clone())
     }
 
     async fn take(&mut self, message: Message) {
@@ -201,9 +211,8 @@ impl Ingest {
             }
             self.settle(load.dp_rank);
         }
-        if load.draining {
-            self.feed.client.set_draining();
-        }
+        let Feed { worker, ranks, client, placement, stop, .. } = &self.feed;
+        load::take(load, *worker, *ranks, client, placement, stop);
     }
 
     /// Live events. What may be applied is collected, so that a run of small events takes one turn at the index.

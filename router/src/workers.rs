@@ -25,6 +25,7 @@ use tokio_util::sync::CancellationToken;
 use crate::backend::ServedModel;
 use crate::config::Deadlines;
 use crate::discovery::{Identity, View, WorkerSpec};
+use crate::dispatch::PrefillPool;
 use crate::dispatch::booking::Placement;
 use crate::index::Indexer;
 use crate::index::config::IndexSettings;
@@ -108,6 +109,8 @@ pub(crate) struct ModelView {
     pub(crate) served: Arc<ServedModel>,
     /// What prompts are cut by.
     pub(crate) block_size: BlockSize,
+    /// Those of them that compute prompts for others.
+    pub(crate) prefill: PrefillPool,
 }
 
 /// Keeps the cluster's view until `shutdown`.
@@ -202,8 +205,9 @@ impl Workers {
         let patience = self.cluster.index.check_every();
         let life = Life::start(spec, self.seen, router_id.clone(), deadlines.connect, patience, changed.clone());
         if self.cluster.kv_events {
-            life.follow_events(&self.cluster.index, &self.cluster.metrics);
+            life.follow_events(&self.cluster.index, &self.placement, &self.cluster.metrics);
         } else {
+            life.follow_load(&self.placement, &self.cluster.metrics);
             life.tell_capacity(&self.cluster.index).await;
         }
         life
@@ -243,14 +247,15 @@ impl Workers {
                     self.ignore_events(life, block_size).await;
                 } else if self.cluster.kv_events {
                     // The size they are measured by may have changed to theirs.
-                    life.resume_events(&self.cluster.index, &self.cluster.metrics);
+                    life.resume_events(&self.cluster.index, &self.placement, &self.cluster.metrics);
                 }
                 troubles.extend(life.trouble().filter(|_| self.cluster.kv_events));
                 routable.push(life.routing_worker());
             }
             let created_s = self.created.get(&name).copied().unwrap_or_else(now_s);
             let served = Arc::new(ServedModel { card: newest.spec().card.clone(), model: model.clone(), created_s });
-            models.insert(name, ModelView { served, block_size: block_size.unwrap_or(DEFAULT_BLOCK_SIZE) });
+            let (block_size, prefill) = (block_size.unwrap_or(DEFAULT_BLOCK_SIZE), prefill_pool(&lives));
+            models.insert(name, ModelView { served, block_size, prefill });
         }
         let set: WorkerSet = routable.into_iter().collect();
         let open = set.iter().filter(|worker| !worker.draining && !worker.unreachable).count();
@@ -303,6 +308,20 @@ impl Workers {
         tracing::warn!(worker = %life.spec().name, ?own, ?served, "the worker's block size differs from its model's: its KV events are ignored");
         self.cluster.index.remove_worker(life.worker_id()).await;
     }
+}
+
+/// What there is of prefill workers among those of a model. Those that leave take nothing new, and are as good as gone.
+fn prefill_pool(lives: &[&Arc<Life>]) -> PrefillPool {
+    let (own, others): (Vec<&Arc<Life>>, Vec<&Arc<Life>>) =
+        lives.iter().partition(|life| life.routing_worker().role == Role::Prefill);
+    if !others.iter().any(|life| life.is_routable()) {
+        return PrefillPool::None;
+    }
+    own.into_iter().filter(|life| !life.is_draining()).fold(PrefillPool::None, |pool, life| match pool {
+        PrefillPool::Open => pool,
+        _ if life.was_reached() => PrefillPool::Open,
+        _ => PrefillPool::Starting,
+    })
 }
 
 /// Adds the names that are new; of too many, the oldest that nobody announces are forgotten.

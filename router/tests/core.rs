@@ -6,6 +6,14 @@
 mod events;
 #[path = "core/harness.rs"]
 mod harness;
+#[path = "core/load.rs"]
+mod load;
+#[path = "core/migration.rs"]
+mod migration;
+#[path = "core/prefill.rs"]
+mod prefill;
+#[path = "core/recovery.rs"]
+mod recovery;
 #[path = "core/replicas.rs"]
 mod replicas;
 #[path = "core/requests.rs"]

@@ -3,6 +3,7 @@
 use anyhow::{Context, bail};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
 use hyper::{Method, Request, StatusCode};
 use hyper_util::client::legacy::{Client, connect::HttpConnector};
 use hyper_util::rt::TokioExecutor;
@@ -56,6 +57,17 @@ impl Router {
         path: &str,
         body: Option<&Value>,
     ) -> anyhow::Result<(StatusCode, String, Bytes)> {
+        let (status, worker, rest) = self.begin(method, path, body).await?;
+        Ok((status, worker, rest.collect().await?.to_bytes()))
+    }
+
+    /// Sends a request and returns status, serving worker and the body that is still to be read.
+    pub async fn begin(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&Value>,
+    ) -> anyhow::Result<(StatusCode, String, Incoming)> {
         let request = Request::builder()
             .method(method)
             .uri(format!("{}{path}", self.base))
@@ -63,7 +75,7 @@ impl Router {
         let body = body.map(ToString::to_string).unwrap_or_default();
         let answer = self.client.request(request.body(Full::from(body))?).await?;
         let worker = answer.headers().get(WORKER_HEADER).map_or("", |value| value.to_str().unwrap_or("?")).to_owned();
-        Ok((answer.status(), worker, answer.into_body().collect().await?.to_bytes()))
+        Ok((answer.status(), worker, answer.into_body()))
     }
 
     /// One turn of a conversation, streamed.

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use anyhow::Context;
 use integration_tests::chat::{message, story};
 use integration_tests::cluster::{Service, apply, inside, kubectl, objects, ready_pods};
 use integration_tests::process::model;
@@ -44,6 +45,7 @@ async fn a_model_on_kubernetes_from_install_to_uninstall() {
     step("a rollout loses no request", rollout(&chat)).await;
     step("a pool follows kubectl scale", scale(&chat)).await;
     step("a second deployment is a world of its own", second_deployment(&chat)).await;
+    step("prompts and answers on different workers", halves()).await;
     step("uninstall", uninstall(&before)).await;
 }
 
@@ -121,12 +123,12 @@ async fn conversations(chat: &Service) {
 }
 
 /// Requests one after the other until `step` is done; none may fail.
-async fn under_traffic<T>(chat: &Service, step: impl Future<Output = T>) -> (T, usize) {
+async fn under_traffic<T>(service: &Service, model: &str, step: impl Future<Output = T>) -> (T, usize) {
     let (done, answered) = (AtomicBool::new(false), AtomicUsize::new(0));
     let traffic = async {
         while !done.load(Relaxed) {
             let question = format!("Question {}: what is a lake?", answered.load(Relaxed));
-            let answer = chat.chat("chat", &[message("user", &question)], 4).await;
+            let answer = service.chat(model, &[message("user", &question)], 4).await;
             answer.expect("every request is answered");
             answered.fetch_add(1, Relaxed);
         }
@@ -148,7 +150,7 @@ async fn lost_api_server(chat: &Service) {
             until("the API server", ROLLOUT, || kubectl(&["get", "--raw=/readyz"])).await;
         }
     };
-    let ((), answered) = under_traffic(chat, deaths).await;
+    let ((), answered) = under_traffic(chat, "chat", deaths).await;
     println!("{answered} requests answered meanwhile");
 }
 
@@ -165,7 +167,7 @@ async fn deleted_worker(chat: &Service) {
         })
         .await
     };
-    let (pods, answered) = under_traffic(chat, replaced).await;
+    let (pods, answered) = under_traffic(chat, "chat", replaced).await;
     println!("{answered} requests answered meanwhile");
     let fresh = pods.into_iter().find(|pod| !before.contains(pod)).expect("a new one");
     let number = AtomicUsize::new(100);
@@ -213,7 +215,7 @@ async fn rollout(chat: &Service) {
         })
         .await;
     };
-    let ((), answered) = under_traffic(chat, rolled).await;
+    let ((), answered) = under_traffic(chat, "chat", rolled).await;
     println!("{answered} requests answered meanwhile");
 }
 
@@ -225,7 +227,7 @@ async fn scale(chat: &Service) {
         if status == "3/3" { Ok(()) } else { Err(anyhow::anyhow!("{status}")) }
     })
     .await;
-    let (_, answered) = under_traffic(chat, async {
+    let (_, answered) = under_traffic(chat, "chat", async {
         kubectl(&["scale", "workerpool/chat-worker", "--namespace", DEMO, "--replicas", "1"]).await.expect("scaled");
         until("one registration", ROLLOUT, || async {
             let registrations = objects(DEMO, "dynamoworkermetadatas", "").await?;
@@ -253,6 +255,73 @@ async fn second_deployment(chat: &Service) {
         let error = service.chat(foreign, &[message("user", "Hi")], 1).await.expect_err("not served here");
         assert!(error.to_string().contains("404"), "{error}");
     }
+}
+
+/// One prefill and two decode workers: KV goes from node to node, and the prefill worker can be spared for a while.
+async fn halves() {
+    let pools = "[{name: prefill, role: prefill, terminationGracePeriodSeconds: 30}, \
+                 {name: decode, role: decode, replicas: 2, terminationGracePeriodSeconds: 30}]";
+    apply(&deployment("halves", "{replicas: 1}", pools)).await.expect("applied");
+    kubectl(&["wait", "md/halves", "--namespace", DEMO, "--for", "condition=Ready", "--timeout", "90s"])
+        .await
+        .expect("ready");
+    let service = Service::find(DEMO, "halves").await.expect("a Service");
+    let prefill = "armature.dev/deployment=halves,armature.dev/pool=prefill";
+    let decode = "armature.dev/deployment=halves,armature.dev/pool=decode";
+    let number = AtomicUsize::new(200);
+    until("KV on another node than where it was computed", ROLLOUT, || async {
+        let first = number.fetch_add(4, Relaxed);
+        let stories: Vec<_> = (first..first + 4).map(story).collect();
+        let answers = stories.iter().map(|story| service.chat("halves", story, 8));
+        futures::future::try_join_all(answers).await?;
+        let source = placed(prefill).await?;
+        for (pod, node) in placed(decode).await? {
+            let received = worker_metric(&pod, "armature_worker_kv_transfer_received_bytes_total").await?;
+            if received > 0.0 && source.iter().all(|(_, other)| *other != node) {
+                println!("{received} bytes of KV from {source:?} to {pod} on {node}");
+                return Ok(());
+            }
+        }
+        Err(anyhow::anyhow!("only from {source:?}"))
+    })
+    .await;
+    let remote = || async {
+        let page = service.get("/metrics").await?;
+        let line =
+            page.lines().find_map(|line| line.strip_prefix("armature_router_prefills_total{reason=\"remote\"} "));
+        anyhow::Ok(line.context("no prompt was computed elsewhere")?.parse::<u64>()?)
+    };
+    let before = ready_pods(DEMO, prefill).await.expect("listed");
+    let replaced = async {
+        kubectl(&["delete", "pod", &before[0], "--namespace", DEMO, "--wait=false"]).await.expect("deleted");
+        until("another prefill worker", ROLLOUT, || async {
+            let now = ready_pods(DEMO, prefill).await?;
+            if now.len() == 1 && now != before { Ok(()) } else { Err(anyhow::anyhow!("{now:?}")) }
+        })
+        .await;
+        let counted = remote().await.expect("counted");
+        until("prompts on the new prefill worker", ROLLOUT, || async {
+            let now = remote().await?;
+            if now > counted { Ok(()) } else { Err(anyhow::anyhow!("{now} as before")) }
+        })
+        .await;
+    };
+    let ((), answered) = under_traffic(&service, "halves", replaced).await;
+    println!("{answered} requests answered meanwhile");
+}
+
+/// Name and node of each pod.
+async fn placed(selector: &str) -> anyhow::Result<Vec<(String, String)>> {
+    let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
+    let pods = objects(DEMO, "pods", selector).await?;
+    Ok(pods.iter().map(|pod| (text(&pod["metadata"]["name"]), text(&pod["spec"]["nodeName"]))).collect())
+}
+
+/// A counter of a worker pod; 0 where it does not show it.
+async fn worker_metric(pod: &str, name: &str) -> anyhow::Result<f64> {
+    let page = kubectl(&["get", "--raw", &format!("/api/v1/namespaces/{DEMO}/pods/{pod}:9090/proxy/metrics")]).await?;
+    let value = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    Ok(value.map(str::parse).transpose()?.unwrap_or(0.0))
 }
 
 async fn uninstall(before: &BTreeSet<String>) {

@@ -13,6 +13,11 @@ use integration_tests::wait::until;
 use rustix::process::Signal;
 use serde_json::Value;
 
+#[path = "up/disaggregated.rs"]
+mod disaggregated;
+#[path = "up/survival.rs"]
+mod survival;
+
 const MODEL: &str = "smollm2";
 /// Loading the model and starting, on a busy machine.
 const START: Duration = Duration::from_secs(60);
@@ -23,23 +28,42 @@ const END: Duration = Duration::from_secs(20);
 struct System {
     armature: Armature,
     router: Router,
+    /// Where each worker's metrics are.
+    metrics: Vec<String>,
 }
 
 impl System {
     async fn start(workers: u32) -> Self {
-        Self::start_with(workers, &[]).await
+        Self::start_with(workers, &[], &[]).await
     }
 
-    async fn start_with(workers: u32, variables: &[(&str, &Path)]) -> Self {
-        let (path, workers) = (model(), workers.to_string());
+    async fn start_with(workers: u32, more: &[&str], variables: &[(&str, &Path)]) -> Self {
+        let (path, count, workers) = (model(), workers, workers.to_string());
         let model = path.to_str().expect("a plain path");
-        let arguments =
-            ["up", "--port", "0", "--model", model, "--model-name", MODEL, "--workers", &workers, "--kv-blocks", "512"];
+        let mut arguments = vec![
+            "up",
+            "--port",
+            "0",
+            "--model",
+            model,
+            "--model-name",
+            MODEL,
+            "--workers",
+            &workers,
+            "--kv-blocks",
+            "512",
+        ];
+        arguments.extend(more);
         let mut armature = Armature::start_with(&arguments, variables).expect("starts");
+        let mut metrics = Vec::new();
+        for _ in 0..count {
+            let line = armature.line("worker   worker-", START).await.expect("where its metrics are");
+            metrics.extend(line.rsplit(' ').next().map(str::to_owned));
+        }
         let line = armature.line("try", START).await.expect("ready");
         let base = line.split_whitespace().find(|word| word.starts_with("http://")).expect("a URL in the line");
         let router = Router::new(base.split("/v1").next().expect("not empty"));
-        Self { armature, router }
+        Self { armature, router, metrics }
     }
 
     async fn ask(&self, question: &str, max_tokens: u32) -> anyhow::Result<Answer> {
@@ -193,7 +217,7 @@ async fn ctrl_c_while_idle_is_no_error() {
 #[tokio::test]
 async fn a_second_ctrl_c_ends_at_once_and_leaves_nothing_behind() {
     let folder = tempfile::tempdir().expect("a folder");
-    let system = System::start_with(1, &[("TMPDIR", folder.path())]).await;
+    let system = System::start_with(1, &[], &[("TMPDIR", folder.path())]).await;
     let workers = system.armature.children().expect("has a worker");
     assert_eq!(std::fs::read_dir(folder.path()).expect("readable").count(), 1, "the discovery directory");
     let router = system.router.clone();

@@ -24,6 +24,7 @@ use crate::metrics::Metrics;
 use crate::publisher::{self, Publisher, PublisherError};
 use crate::registration::{self, Description, Entry, Identity, RegistrationError};
 use crate::request_plane::{self, Service};
+use crate::transfer::{self, Transfers};
 
 /// Longest time the servers may take to end once they are told to.
 const STOP: Duration = Duration::from_secs(5);
@@ -50,6 +51,8 @@ pub struct Listeners {
     pub events: TcpListener,
     /// Health and metrics.
     pub admin: TcpListener,
+    /// KV transfer.
+    pub transfer: TcpListener,
 }
 
 /// Why an agent could not start, or ended early.
@@ -101,6 +104,7 @@ impl Listeners {
             request: bind(addresses.request, "--port").await?,
             events: bind(addresses.events, "--event-port").await?,
             admin: bind(addresses.admin, "--admin-port").await?,
+            transfer: bind(addresses.transfer, "--transfer-port").await?,
         })
     }
 }
@@ -178,6 +182,7 @@ impl Agent {
         let entry = Entry::open(settings, &identity).await?;
 
         let (drain, metrics) = (Arc::new(Drain::default()), Arc::new(Metrics::new(engine.info())));
+        let (engine, transfer) = with_transfers(engine, settings, &identity, &listeners.transfer, &metrics)?;
         let indexer = Arc::new(Mutex::new(LocalIndexer::new(0, RingLimits::default())));
         let admin = Arc::new(Admin::new(&settings.name, &identity, engine.clone(), metrics.clone(), drain.clone()));
         let source = publisher::Source {
@@ -204,6 +209,13 @@ impl Agent {
             request_plane::serve(listeners.request, service).await;
             Ok(())
         });
+        if let Some(server) = transfer {
+            let drain = drain.clone();
+            spawn(&mut parts, "KV transfer server", async {
+                transfer::serve(listeners.transfer, Arc::new(server), drain).await;
+                Ok(())
+            });
+        }
         spawn(&mut parts, "admin server", {
             let admin = admin.clone();
             async {
@@ -253,6 +265,29 @@ impl Agent {
         }
         tracing::info!("stopped");
     }
+}
+
+/// Lets an engine whose blocks can be moved exchange them with other workers; others stay as they are.
+fn with_transfers(
+    engine: Arc<dyn Engine>,
+    settings: &Settings,
+    identity: &Identity,
+    listener: &TcpListener,
+    metrics: &Metrics,
+) -> Result<(Arc<dyn Engine>, Option<transfer::Server>), AgentError> {
+    let Some(exchange) = engine.exchange() else { return Ok((engine, None)) };
+    let (boot_epoch, revision) = (identity.boot_epoch.clone(), settings.kv_revision.clone());
+    let options = transfer::Options {
+        address: settings.address(listener.local_addr()?.port()),
+        boot_epoch: boot_epoch.clone(),
+        revision: revision.clone(),
+        lease: settings.transfer.lease,
+        timeout: settings.transfer.timeout,
+    };
+    let counts = metrics.transfer.clone();
+    let engine = Transfers::new(engine, exchange.clone(), options, counts.clone());
+    let server = transfer::Server { exchange, boot_epoch, revision, metrics: counts };
+    Ok((Arc::new(engine), Some(server)))
 }
 
 fn spawn(

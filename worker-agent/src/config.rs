@@ -11,8 +11,10 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 mod mocker;
+mod transfer;
 
 pub use mocker::MockerConfig;
+pub use transfer::{TransferConfig, TransferSettings};
 
 /// Flags of a worker.
 #[derive(Args, Clone, Debug)]
@@ -80,12 +82,15 @@ pub struct Config {
     /// Most tokens in one engine step
     #[arg(long, default_value_t = 512)]
     pub max_num_batched_tokens: usize,
-    /// Revision of the pod template: workers of different revisions do not exchange KV
+    /// Revision of the pod template
     #[arg(long, default_value = "")]
     pub revision: String,
     /// Free labels for filters, as key=value; may be repeated
     #[arg(long = "labels", value_name = "KEY=VALUE", value_delimiter = ',')]
     pub labels: Vec<String>,
+    /// KV transfer
+    #[command(flatten)]
+    pub transfer: TransferConfig,
     /// The mocker
     #[command(flatten)]
     pub mocker: MockerConfig,
@@ -152,11 +157,23 @@ pub struct Settings {
     pub drain_max: Duration,
     /// Revision of the pod template.
     pub revision: String,
+    /// Workers exchange KV only with those of the same one.
+    pub kv_revision: String,
     /// Free labels.
     pub labels: BTreeMap<String, String>,
+    /// KV transfer.
+    pub transfer: TransferSettings,
 }
 
-/// Where the three servers listen.
+impl Settings {
+    /// How others reach one of the worker's ports.
+    pub fn address(&self, port: u16) -> String {
+        let host = &self.host;
+        if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+    }
+}
+
+/// Where the servers listen.
 #[derive(Clone, Copy, Debug)]
 pub struct BindAddresses {
     /// Request plane.
@@ -165,6 +182,8 @@ pub struct BindAddresses {
     pub events: SocketAddr,
     /// Health and metrics.
     pub admin: SocketAddr,
+    /// KV transfer.
+    pub transfer: SocketAddr,
 }
 
 /// A discovery backend with what it needs.
@@ -230,7 +249,9 @@ impl Config {
             discovery: self.discovery()?,
             drain_max: Duration::from_secs(self.drain_s_max),
             revision: self.revision.clone(),
+            kv_revision: self.transfer.kv_revision.as_ref().unwrap_or(&self.revision).clone(),
             labels: self.labels()?,
+            transfer: self.transfer_settings()?,
         })
     }
 
@@ -293,21 +314,20 @@ impl Config {
             Some(IpAddr::V6(_)) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
             _ => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
         });
-        for (a, b, flags) in [
-            (self.port, self.event_port, ("--port", "--event-port")),
-            (self.port, self.admin_port, ("--port", "--admin-port")),
-            (self.event_port, self.admin_port, ("--event-port", "--admin-port")),
-        ] {
-            if a == b && a != 0 {
-                return Err(ConfigError::Invalid {
-                    flag: flags.1,
-                    value: b.to_string(),
-                    rule: "is another port of this worker already",
-                });
+        let ports = [
+            ("--port", self.port),
+            ("--event-port", self.event_port),
+            ("--admin-port", self.admin_port),
+            ("--transfer-port", self.transfer_port()),
+        ];
+        for (index, &(flag, port)) in ports.iter().enumerate() {
+            if port != 0 && ports[..index].iter().any(|other| other.1 == port) {
+                let rule = "is another port of this worker already";
+                return Err(ConfigError::Invalid { flag, value: port.to_string(), rule });
             }
         }
-        let at = |port| SocketAddr::new(ip, port);
-        Ok(BindAddresses { request: at(self.port), events: at(self.event_port), admin: at(self.admin_port) })
+        let [request, events, admin, transfer] = ports.map(|(_, port)| SocketAddr::new(ip, port));
+        Ok(BindAddresses { request, events, admin, transfer })
     }
 
     fn discovery(&self) -> Result<Discovery, ConfigError> {

@@ -3,6 +3,9 @@
 pub mod builtin;
 pub mod mocker;
 
+use std::sync::Arc;
+
+use builtin::exchange::Exchange;
 use tokio::sync::mpsc;
 
 use kv_hashing::BlockSize;
@@ -31,7 +34,7 @@ pub struct EngineLoad {
     pub running: usize,
     /// Requests waiting for a place or for blocks.
     pub waiting: usize,
-    /// Blocks referenced by running sequences.
+    /// Blocks held by running sequences, leases and transfers.
     pub active_blocks: usize,
     /// Blocks that are referenced or cached, ≤ the arena's total.
     pub used_blocks: usize,
@@ -65,6 +68,8 @@ pub enum EngineOutput {
     /// The end; nothing follows. An EOS or stop token that signalled it is counted, but was not delivered: it is no part of
     /// the answer (except as the carrier of prompt log-probabilities, when it is the first token).
     Finished(Finish),
+    /// The end of a request for prefill only, whose answer goes on elsewhere; nothing follows.
+    Prefilled(Prefilled),
     /// The engine could not go on with this request; nothing follows.
     Failed(String),
 }
@@ -84,6 +89,19 @@ pub struct Finish {
     pub stop_string: Option<String>,
     /// The stop token that matched.
     pub stop_token: Option<u32>,
+}
+
+/// A prompt that was computed for another engine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Prefilled {
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Tokens generated: those that came with the request, and one more.
+    pub completion_tokens: usize,
+    /// Prompt tokens whose KV was reused.
+    pub reused_tokens: usize,
+    /// How the prompt's blocks are fetched, as the other engine reads it; absent: they cannot be.
+    pub disaggregated_params: Option<String>,
 }
 
 /// What happened in the KV arena, in order, exactly as it happened.
@@ -123,4 +141,9 @@ pub trait Engine: Send + Sync + 'static {
 
     /// The stream of arena events. Taken once, by the publisher; `None` afterwards.
     fn take_events(&self) -> Option<mpsc::UnboundedReceiver<ArenaEvent>>;
+
+    /// KV blocks that others fetch from this engine, and that it gets from others; `None` where blocks cannot be moved.
+    fn exchange(&self) -> Option<Arc<Exchange>> {
+        None
+    }
 }

@@ -14,3 +14,4 @@ pub mod publisher;
 pub mod registration;
 pub mod request_plane;
 pub mod source;
+pub mod transfer;

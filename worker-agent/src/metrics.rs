@@ -10,6 +10,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
 use crate::engine::{EngineInfo, EngineLoad};
+use crate::transfer::metrics::TransferMetrics;
 
 /// How a request ended, as a metric label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
@@ -23,6 +24,8 @@ pub enum Ending {
     stop_string,
     /// A stop token.
     stop_token,
+    /// The prompt is computed; another worker goes on with it.
+    prefilled,
     /// The router gave the stream up, or its connection was lost.
     cancelled,
     /// The request's deadline passed.
@@ -70,6 +73,8 @@ pub struct Metrics {
     pub connections: Gauge,
     /// Times a stream had tokens and no credit.
     pub credit_stalls: Counter,
+    /// KV blocks that travel between workers.
+    pub transfer: TransferMetrics,
 }
 
 /// Bounds of the latency histograms in seconds, as serving engines use them.
@@ -87,12 +92,13 @@ impl Metrics {
         let help = "From a request's arrival to its first token";
         registry.register("time_to_first_token_seconds", help, time_to_first_token.clone());
         registry.register("request_duration_seconds", "From a request's arrival to its end", request_duration.clone());
+        let transfer = TransferMetrics::new(&mut registry);
         let r = &mut registry;
         Self {
             requests,
             running: gauge(r, "requests_running", "Sequences in the running batch"),
             waiting: gauge(r, "requests_waiting", "Requests waiting for a place or for blocks"),
-            active_blocks: gauge(r, "kv_blocks_active", "KV blocks referenced by running sequences"),
+            active_blocks: gauge(r, "kv_blocks_active", "KV blocks held by running sequences, leases and transfers"),
             used_blocks: gauge(r, "kv_blocks_used", "KV blocks referenced or cached"),
             pending_prefill_tokens: gauge(r, "prefill_tokens_pending", "Prompt tokens admitted and not yet computed"),
             prompt_tokens: counter(r, "prompt_tokens", "Prompt tokens of finished requests"),
@@ -104,6 +110,7 @@ impl Metrics {
             dumps: counter(r, "kv_dumps", "KV queries answered with the whole state"),
             connections: gauge(r, "router_connections", "Router connections"),
             credit_stalls: counter(r, "stream_credit_stalls", "Times a stream had tokens and no credit"),
+            transfer,
             registry,
         }
     }
@@ -131,13 +138,13 @@ pub fn observe(histogram: &Histogram, time: Duration) {
     histogram.observe(time.as_secs_f64());
 }
 
-fn gauge(registry: &mut Registry, name: &str, help: &str) -> Gauge {
+pub(crate) fn gauge(registry: &mut Registry, name: &str, help: &str) -> Gauge {
     let gauge = Gauge::default();
     registry.register(name, help, gauge.clone());
     gauge
 }
 
-fn counter(registry: &mut Registry, name: &str, help: &str) -> Counter {
+pub(crate) fn counter(registry: &mut Registry, name: &str, help: &str) -> Counter {
     let counter = Counter::default();
     registry.register(name, help, counter.clone());
     counter

@@ -107,7 +107,7 @@ impl Description<'_> {
             component: component.clone(),
             endpoint: "generate".into(),
             instance_id,
-            transport: self.transport("tcp", self.address(self.ports.0)),
+            transport: self.transport("tcp", self.settings.address(self.ports.0)),
             request_plane_codec: Some(REQUEST_CODEC.into()),
             extra: Default::default(),
         };
@@ -126,7 +126,7 @@ impl Description<'_> {
             component: component.clone(),
             topic: None,
             instance_id,
-            transport: self.transport("zmq", format!("tcp://{}", self.address(self.ports.1))),
+            transport: self.transport("zmq", format!("tcp://{}", self.settings.address(self.ports.1))),
             extra: Default::default(),
         };
         WorkerMetadata {
@@ -166,11 +166,6 @@ impl Description<'_> {
             }),
             extra: Default::default(),
         }
-    }
-
-    fn address(&self, port: u16) -> String {
-        let host = &self.settings.host;
-        if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
     }
 
     fn transport(&self, name: &str, address: String) -> BTreeMap<String, Value> {

@@ -13,3 +13,5 @@ mod life;
 mod protocol_errors;
 #[path = "agent/streams.rs"]
 mod streams;
+#[path = "agent/transfer.rs"]
+mod transfer;

@@ -1,9 +1,10 @@
 //! Benchmarks. Each is a program of its own below bench/; this finds it, and gives it what it needs.
 
+mod frontend;
 mod index;
 
 use crate::model;
-use crate::process::{binaries, built, command, root, run as run_command};
+use crate::process::{cargo, command, root, run as run_command, target};
 
 /// Which benchmark.
 #[derive(clap::Subcommand)]
@@ -12,10 +13,12 @@ pub enum Command {
     Engine(Rest),
     /// The prefix index beside Dynamo's: rates, latencies, memory.
     Index(index::Args),
-    /// What the router costs: latency it adds, CPU per request, memory.
+    /// What the router costs beside its peers: latency it adds, CPU per request, memory.
     Frontend(Rest),
     /// Hit rate and latency of every routing mode over a recorded trace.
     Trace(Rest),
+    /// KV transfer between two workers, beside what loopback TCP does, and what it costs running streams.
+    Transfer(Rest),
     /// Several routers beside one: how evenly they load the workers, and how often they choose the same.
     Replicas(Rest),
 }
@@ -36,15 +39,14 @@ pub fn run(bench: &Command) -> anyhow::Result<()> {
             run_command(engine.args(&rest.arguments).env("ARMATURE_MODEL", model::obtain()?))
         }
         Command::Index(args) => index::run(args),
-        Command::Frontend(rest) => frontend("run", rest),
-        Command::Trace(rest) => frontend("trace", rest),
-        Command::Replicas(rest) => frontend("replicas", rest),
+        Command::Frontend(rest) => frontend::beside_peers(rest),
+        Command::Transfer(rest) => {
+            let build = ["build", "--release", "--quiet", "--workspace", "--example", "transfer_bench"];
+            run_command(cargo().args(build))?;
+            let mut transfer = command(target().join("release/examples/transfer_bench"));
+            run_command(transfer.arg(model::obtain()?).args(&rest.arguments))
+        }
+        Command::Trace(rest) => frontend::alone("trace", rest),
+        Command::Replicas(rest) => frontend::alone("replicas", rest),
     }
-}
-
-/// The benchmarks of a router with workers behind it.
-fn frontend(which: &str, rest: &Rest) -> anyhow::Result<()> {
-    let mut bench = built("frontend-bench")?;
-    bench.arg(which).args(&rest.arguments).env("ARMATURE_MODEL", model::obtain()?);
-    run_command(bench.env("ARMATURE_BIN", binaries()?.join("armature")))
 }

@@ -2,15 +2,18 @@
 //!
 //! HTTP by hand: the load generator shares the cores with what it measures and must cost little.
 
+mod answer;
+
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::bail;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 use crate::prompts::{Prompts, Set, shared};
+use answer::Answer;
 
 /// One run.
 #[derive(Clone, Copy, Debug)]
@@ -25,16 +28,18 @@ pub struct Run {
     pub time: Duration,
     /// Of the prompts.
     pub seed: u64,
+    /// Which of the seed's prompts: no own words of one series come again in another, for they might be remembered.
+    pub series: u64,
 }
 
 /// What was seen.
 #[derive(Default)]
 pub struct Seen {
-    /// Times to the first event with text, in ms; for whole answers to their end.
+    /// Times to the first text, in ms; for whole answers to their end.
     pub first_ms: Vec<f64>,
-    /// Requests that failed, and how the first of them did.
+    /// Requests that failed.
     pub errors: usize,
-    /// The first error.
+    /// How the first of them did.
     pub first_error: Option<String>,
     /// From the first request to the last answer.
     pub wall: Duration,
@@ -42,16 +47,18 @@ pub struct Seen {
 
 /// Longest wait for one answer.
 const ANSWER: Duration = Duration::from_secs(30);
+/// Rest after a failure: a server that refuses at once would be asked for nothing else.
+const AFTER_ERROR: Duration = Duration::from_millis(5);
 /// Tokens of an answer.
 const TOKENS: u32 = 16;
 
-/// Loads the router at `address`.
+/// Loads the server at `address`.
 pub async fn run(address: SocketAddr, model: &str, run: Run) -> Seen {
     let shared = shared(run.set, run.seed);
     let start = Instant::now();
     let connections: Vec<_> = (0..run.concurrency as u64)
         .map(|number| {
-            let prompts = Prompts::new(run.set, Arc::clone(&shared), run.seed, number);
+            let prompts = Prompts::new(run.set, Arc::clone(&shared), run.seed, run.series << 32 | number);
             tokio::spawn(connection(address, model.to_owned(), prompts, run.stream, start + run.time))
         })
         .collect();
@@ -66,30 +73,40 @@ pub async fn run(address: SocketAddr, model: &str, run: Run) -> Seen {
     seen
 }
 
+/// Sends one small request; fails unless it is answered.
+pub async fn probe(address: SocketAddr, model: &str) -> anyhow::Result<()> {
+    let mut prompts = Prompts::new(Set::Short, shared(Set::Short, 0), 0, 0);
+    request(address, &mut None, &body(model, &mut prompts, false)).await.map(drop)
+}
+
 async fn connection(address: SocketAddr, model: String, mut prompts: Prompts, stream: bool, end: Instant) -> Seen {
     let mut seen = Seen::default();
     let mut socket = None;
     while Instant::now() < end {
-        let body =
-            format!(r#"{{"model":"{model}","messages":[{}],"max_tokens":{TOKENS},"stream":{stream}}}"#, prompts.next());
-        match tokio::time::timeout(ANSWER, request(address, &mut socket, &body)).await.unwrap_or_else(|e| Err(e.into()))
-        {
-            Ok((first, said)) => {
+        let body = body(&model, &mut prompts, stream);
+        match request(address, &mut socket, &body).await {
+            Ok((first, answer)) => {
                 seen.first_ms.push(first.as_secs_f64() * 1e3);
-                prompts.answered(&said);
+                prompts.answered(|| answer.said());
             }
             Err(error) => {
                 seen.errors += 1;
                 seen.first_error.get_or_insert(format!("{error:#}"));
+                prompts.failed();
                 socket = None;
+                tokio::time::sleep(AFTER_ERROR).await;
             }
         }
     }
     seen
 }
 
-/// Sends one request; returns the time to the first text, and all text as it stands in the JSON.
-async fn request(address: SocketAddr, kept: &mut Option<TcpStream>, body: &str) -> anyhow::Result<(Duration, String)> {
+fn body(model: &str, prompts: &mut Prompts, stream: bool) -> String {
+    format!(r#"{{"model":"{model}","messages":[{}],"max_tokens":{TOKENS},"stream":{stream}}}"#, prompts.next())
+}
+
+/// Sends one request on the connection that is kept; returns the time to the first text, and the answer.
+async fn request(address: SocketAddr, kept: &mut Option<TcpStream>, body: &str) -> anyhow::Result<(Duration, Answer)> {
     let socket = match kept {
         Some(socket) => socket,
         None => {
@@ -102,78 +119,70 @@ async fn request(address: SocketAddr, kept: &mut Option<TcpStream>, body: &str) 
         "POST /v1/chat/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
         body.len()
     );
+    tokio::time::timeout(ANSWER, exchange(socket, &[head.as_bytes(), body.as_bytes()].concat())).await?
+}
+
+async fn exchange(socket: &mut TcpStream, request: &[u8]) -> anyhow::Result<(Duration, Answer)> {
     let start = Instant::now();
-    socket.write_all(&[head.as_bytes(), body.as_bytes()].concat()).await?;
-    let (mut answer, mut first) = (Vec::with_capacity(8192), None);
-    loop {
-        if socket.read_buf(&mut answer).await? == 0 {
+    socket.write_all(request).await?;
+    let (mut answer, mut first, mut buffer) = (Answer::default(), None, Vec::with_capacity(16 << 10));
+    while !answer.is_complete() {
+        buffer.clear();
+        if socket.read_buf(&mut buffer).await? == 0 {
             bail!("the connection was closed");
         }
-        if first.is_none() && has_text(&answer) {
-            first = Some(start.elapsed());
-        }
-        if complete(&answer)? {
-            break;
+        answer.take(&buffer)?;
+        if answer.has_text() {
+            first.get_or_insert_with(|| start.elapsed());
         }
     }
-    let text = std::str::from_utf8(&answer).context("not UTF-8")?;
-    if !text.starts_with("HTTP/1.1 200") {
-        bail!("{}", text.lines().next().unwrap_or_default());
-    }
-    let first = first.with_context(|| format!("no text in the answer: {}", &text[text.len().saturating_sub(300)..]))?;
-    Ok((first, said(text)))
-}
-
-/// Starts every piece of text in an answer, streamed or whole.
-const TEXT: &str = "\"content\":\"";
-
-fn has_text(answer: &[u8]) -> bool {
-    let text = TEXT.as_bytes();
-    answer.windows(text.len() + 1).any(|window| window.starts_with(text) && window[text.len()] != b'"')
-}
-
-/// Whether the answer has ended: by its length, or by the last chunk.
-fn complete(answer: &[u8]) -> anyhow::Result<bool> {
-    let Some(end) = answer.windows(4).position(|window| window == b"\r\n\r\n") else { return Ok(false) };
-    let head = std::str::from_utf8(&answer[..end])?.to_ascii_lowercase();
-    match head.lines().find_map(|line| line.strip_prefix("content-length:")) {
-        Some(length) => Ok(answer.len() >= end + 4 + length.trim().parse::<usize>()?),
-        None => Ok(answer.ends_with(b"\r\n0\r\n\r\n")),
-    }
-}
-
-/// All text of the answer, escaped as it came.
-fn said(answer: &str) -> String {
-    let mut said = String::new();
-    for part in answer.split(TEXT).skip(1) {
-        let mut escaped = false;
-        let end = part.find(|c| match c {
-            _ if escaped => {
-                escaped = false;
-                false
-            }
-            '\\' => {
-                escaped = true;
-                false
-            }
-            c => c == '"',
-        });
-        said.push_str(&part[..end.unwrap_or(0)]);
-    }
-    said
+    answer.check()?;
+    Ok((first.unwrap_or_else(|| start.elapsed()), answer))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use tokio::net::TcpListener;
 
-    #[test]
-    fn ends_and_text_are_found() {
-        let whole = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nabcd";
-        assert!(!complete(whole).expect("valid") && complete(&[&whole[..], b"e"].concat()).expect("valid"));
-        let chunked = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n";
-        assert!(!complete(chunked).expect("valid") && complete(&[&chunked[..], b"0\r\n\r\n"].concat()).expect("valid"));
-        assert!(!has_text(br#"{"content":""}"#) && has_text(br#"{"content":"a"}"#));
-        assert_eq!(said(r#"{"content":"a\"b"} {"content":" c"}"#), r#"a\"b c"#);
+    use super::*;
+    use crate::openai_worker;
+
+    const SHORT: Run =
+        Run { set: Set::Short, concurrency: 3, stream: true, time: Duration::from_millis(100), seed: 1, series: 0 };
+
+    async fn bound() -> (TcpListener, SocketAddr) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("bound");
+        (listener, address)
+    }
+
+    #[tokio::test]
+    async fn every_kind_of_request_is_answered() {
+        let (listener, address) = bound().await;
+        let server = tokio::spawn(openai_worker::accept(listener, "tiny".into()));
+        probe(address, "tiny").await.expect("an answer");
+        for set in [Set::Short, Set::Long, Set::MultiTurn] {
+            for stream in [true, false] {
+                let seen = run(address, "tiny", Run { set, stream, ..SHORT }).await;
+                assert_eq!((seen.errors, seen.first_error), (0, None), "{set:?}");
+                assert!(seen.first_ms.len() >= SHORT.concurrency && seen.wall >= SHORT.time);
+            }
+        }
+        server.abort();
+    }
+
+    #[tokio::test]
+    async fn connections_that_are_closed_count_as_errors() {
+        let (listener, address) = bound().await;
+        let server = tokio::spawn(async move {
+            while let Ok((mut socket, _)) = listener.accept().await {
+                let _ = socket.read(&mut [0; 16]).await;
+            }
+        });
+        let seen = run(address, "tiny", SHORT).await;
+        assert!(seen.errors >= SHORT.concurrency && seen.first_ms.is_empty());
+        assert!(seen.first_error.is_some());
+        assert!(probe(address, "tiny").await.is_err());
+        server.abort();
     }
 }

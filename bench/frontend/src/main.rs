@@ -1,14 +1,18 @@
 //! What the router costs, measured against workers that answer at once: latency it adds, throughput, CPU per request, memory.
 //!
-//! `cargo xtask bench frontend`; and `trace` and `replicas`, where the workers take their time. Router and workers are processes of their
-//! own; the load comes from this one.
+//! `cargo xtask bench frontend`, beside the peers; and `trace` and `replicas`, where the workers take their time. Routers
+//! and workers are processes of their own; the load comes from this one.
 
 mod engine;
 mod load;
 mod measure;
+mod openai_worker;
+mod peers;
+mod process;
 mod prompts;
 mod replicas;
 mod report;
+mod servers;
 mod system;
 mod trace;
 
@@ -26,14 +30,35 @@ enum Command {
     /// A real worker agent around an engine that answers at once.
     #[command(hide = true)]
     Worker(Box<engine::Options>),
+    /// An OpenAI server that answers at once.
+    #[command(hide = true)]
+    OpenaiWorker(openai_worker::Options),
 }
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
-    match Command::parse() {
+    // Unwinding ends the processes that were started.
+    tokio::select! {
+        result = run(Command::parse()) => result,
+        result = stopped() => result.and_then(|()| anyhow::bail!("stopped")),
+    }
+}
+
+async fn run(command: Command) -> anyhow::Result<()> {
+    match command {
         Command::Run(options) => measure::run(&options).await,
         Command::Trace(options) => trace::run(&options).await,
         Command::Replicas(options) => replicas::run(&options).await,
         Command::Worker(options) => engine::serve(*options).await,
+        Command::OpenaiWorker(options) => openai_worker::serve(options).await,
+    }
+}
+
+/// Until somebody wants this to end.
+async fn stopped() -> anyhow::Result<()> {
+    let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
+    tokio::select! {
+        _ = terminate.recv() => Ok(()),
+        result = tokio::signal::ctrl_c() => Ok(result?),
     }
 }

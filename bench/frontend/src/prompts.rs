@@ -13,6 +13,17 @@ pub enum Set {
     MultiTurn,
 }
 
+impl Set {
+    /// As results name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Set::Short => "short",
+            Set::Long => "long",
+            Set::MultiTurn => "multi_turn",
+        }
+    }
+}
+
 /// Turns of a conversation.
 const TURNS: usize = 6;
 /// Shared system prompts or documents.
@@ -89,11 +100,16 @@ impl Prompts {
         &self.messages
     }
 
-    /// What the assistant said, for the next turn; already escaped as JSON.
-    pub fn answered(&mut self, escaped: &str) {
+    /// What the assistant said, already escaped as JSON; asked for only where a next turn carries it along.
+    pub fn answered(&mut self, escaped: impl FnOnce() -> String) {
         if self.set == Set::MultiTurn {
-            let _ = write!(self.messages, r#",{{"role":"assistant","content":"{escaped}"}}"#);
+            let _ = write!(self.messages, r#",{{"role":"assistant","content":"{}"}}"#, escaped());
         }
+    }
+
+    /// There was no answer: the conversation is over.
+    pub fn failed(&mut self) {
+        self.turn = 0;
     }
 }
 
@@ -108,8 +124,10 @@ mod tests {
         for _ in 0..=TURNS {
             let messages: serde_json::Value = serde_json::from_str(&format!("[{}]", prompts.next())).expect("JSON");
             lengths.push(messages.as_array().expect("a list").len());
-            prompts.answered("yes");
+            prompts.answered(|| "yes".to_owned());
         }
         assert_eq!(lengths, [2, 4, 6, 8, 10, 12, 2]);
+        prompts.failed();
+        assert_eq!(prompts.next().matches("role").count(), 2);
     }
 }

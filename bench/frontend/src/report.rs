@@ -1,59 +1,207 @@
-//! The table after the runs: median and, in parentheses, least and greatest of the rounds.
+//! The tables after the runs: median and, in parentheses, least and greatest of the rounds; then ours beside the best peer.
+
+use std::fmt::Write;
 
 use serde_json::Value;
 
-/// Columns of a run.
-const COLUMNS: &[&str] = &["req_s", "ttft_p50_ms", "ttft_p99_ms", "cpu_ms_per_req", "rss_mb", "errors"];
-/// Columns of a start.
-const START: &[&str] = &["start_to_ready_ms", "start_to_model_ms", "idle_rss_mb"];
+use crate::servers::Server;
 
-/// Prints both tables in Markdown.
-pub fn table(results: &[Value]) {
-    print(results, START, |result| {
-        (result["prompt"].is_null()).then(|| result["mode"].as_str().unwrap_or("?").to_owned())
-    });
-    print(results, COLUMNS, |result| {
-        let prompt = result["prompt"].as_str()?;
-        let kind = if result["stream"] == true { "stream" } else { "whole" };
-        Some(format!("{prompt}:{}:{kind} {}", result["concurrency"], result["mode"].as_str().unwrap_or("?")))
-    });
+/// A column: key, and whether more is better.
+type Column = (&'static str, bool);
+
+/// Columns of a run.
+const RUN: [Column; 5] =
+    [("req_s", true), ("ttft_p50_ms", false), ("ttft_p99_ms", false), ("cpu_ms_per_req", false), ("rss_mb", false)];
+/// Columns of a start.
+const START: [Column; 3] = [("start_to_ready_ms", false), ("start_to_model_ms", false), ("idle_rss_mb", false)];
+
+/// Results of one server in one run, over all rounds.
+struct Row<'a> {
+    run: String,
+    server: &'a str,
+    who: String,
+    results: Vec<&'a Value>,
 }
 
-fn print(results: &[Value], columns: &[&str], name: impl Fn(&Value) -> Option<String>) {
-    println!("\n| run | {} |\n|---{}|", columns.join(" | "), "|---".repeat(columns.len()));
-    let mut names: Vec<String> = Vec::new();
-    for name in results.iter().filter_map(&name) {
-        if !names.contains(&name) {
-            names.push(name);
+/// The tables, in Markdown.
+pub fn tables(results: &[Value]) -> String {
+    let rows = rows(results);
+    let (starts, runs): (Vec<_>, Vec<_>) = rows.iter().partition(|row| row.run == "start");
+    let mut text = String::new();
+    values(&mut text, &starts, &START, false);
+    values(&mut text, &runs, &RUN, true);
+    if rows.iter().any(Row::is_peer) {
+        text.push_str("\nOurs is so many times better than the best peer, by medians:\n");
+        ratios(&mut text, &starts, &START);
+        ratios(&mut text, &runs, &RUN);
+    }
+    for row in &rows {
+        if let Some(error) = row.results.iter().find_map(|result| result["first_error"].as_str()) {
+            let _ = writeln!(text, "\nfirst error of {}, {}: {error}", row.who, row.run);
         }
     }
-    for wanted in names {
-        let runs: Vec<_> = results.iter().filter(|result| name(result).as_ref() == Some(&wanted)).collect();
-        let cells: Vec<_> = columns
-            .iter()
-            .map(|column| spread(runs.iter().filter_map(|run| run[*column].as_f64()).collect()))
-            .collect();
-        println!("| {wanted} | {} |", cells.join(" | "));
+    text
+}
+
+/// Runs in the order in which they were first made, and in each the servers.
+fn rows(results: &[Value]) -> Vec<Row<'_>> {
+    let mut rows: Vec<Row> = Vec::new();
+    for result in results {
+        let (run, who) = (run(result), who(result));
+        match rows.iter_mut().find(|row| row.run == run && row.who == who) {
+            Some(row) => row.results.push(result),
+            None => {
+                // Beside the other servers of this run.
+                let place = rows.iter().rposition(|row| row.run == run).map_or(rows.len(), |last| last + 1);
+                let server = result["server"].as_str().unwrap_or_default();
+                rows.insert(place, Row { run, server, who, results: vec![result] });
+            }
+        }
+    }
+    rows
+}
+
+fn run(result: &Value) -> String {
+    let Some(prompt) = result["prompt"].as_str() else { return "start".into() };
+    let kind = if result["stream"] == true { "stream" } else { "whole" };
+    format!("{prompt}:{}:{kind}", result["concurrency"])
+}
+
+fn who(result: &Value) -> String {
+    let word = |key: &str| result[key].as_str().unwrap_or_default();
+    match (word("server"), word("mode"), word("workers")) {
+        (server, "none", _) => server.to_owned(),
+        (server, mode, "agents") => format!("{server} {mode}, agents"),
+        (server, mode, _) => format!("{server} {mode}"),
     }
 }
 
-fn spread(mut values: Vec<f64>) -> String {
-    values.sort_by(f64::total_cmp);
+impl Row<'_> {
+    fn of(&self, key: &str) -> Vec<f64> {
+        let mut values: Vec<f64> = self.results.iter().filter_map(|result| result[key].as_f64()).collect();
+        values.sort_by(f64::total_cmp);
+        values
+    }
+
+    fn median(&self, key: &str) -> Option<f64> {
+        let values = self.of(key);
+        values.get(values.len() / 2).copied()
+    }
+
+    fn is_ours(&self) -> bool {
+        self.server == Server::Armature.name()
+    }
+
+    fn is_peer(&self) -> bool {
+        self.server != Server::Direct.name() && !self.is_ours()
+    }
+
+    fn errors(&self) -> u64 {
+        self.results.iter().filter_map(|result| result["errors"].as_u64()).sum()
+    }
+}
+
+fn head(text: &mut String, columns: &[Column], last: &str) {
+    let names: Vec<_> = columns.iter().map(|(key, _)| *key).collect();
+    let _ = writeln!(text, "\n| run | server | {} |{last}", names.join(" | "));
+    let cells = columns.len() + 2 + usize::from(!last.is_empty());
+    let _ = writeln!(text, "|{}", "---|".repeat(cells));
+}
+
+fn values(text: &mut String, rows: &[&Row], columns: &[Column], with_errors: bool) {
+    if rows.is_empty() {
+        return;
+    }
+    head(text, columns, if with_errors { " errors |" } else { "" });
+    for row in rows {
+        let cells: Vec<_> = columns.iter().map(|(key, _)| spread(&row.of(key))).collect();
+        let errors = if with_errors { format!(" {} |", row.errors()) } else { String::new() };
+        let _ = writeln!(text, "| {} | {} | {} |{errors}", row.run, row.who, cells.join(" | "));
+    }
+}
+
+/// How many times better ours is than the best peer, which may be another one in each column.
+fn ratios(text: &mut String, rows: &[&Row], columns: &[Column]) {
+    head(text, columns, "");
+    for row in rows.iter().filter(|row| row.is_ours()) {
+        let peers: Vec<_> = rows.iter().filter(|peer| peer.is_peer() && peer.run == row.run).collect();
+        let cell = |&(key, more): &Column| {
+            let values = peers.iter().filter_map(|peer| Some((peer.median(key)?, peer.server)));
+            // No measurement has this little: 0 is below the clock's step, and nothing is a multiple of it.
+            let values = values.filter(|(value, _)| *value > 0.0);
+            let better =
+                |a: &(f64, &str), b: &(f64, &str)| if more { b.0.total_cmp(&a.0) } else { a.0.total_cmp(&b.0) };
+            match (row.median(key).filter(|ours| *ours > 0.0), values.min_by(better)) {
+                (Some(ours), Some((best, peer))) => {
+                    format!("{:.2} ({peer})", if more { ours / best } else { best / ours })
+                }
+                _ => "-".into(),
+            }
+        };
+        let cells: Vec<_> = columns.iter().map(cell).collect();
+        let _ = writeln!(text, "| {} | {} | {} |", row.run, row.who, cells.join(" | "));
+    }
+}
+
+/// Median, least and greatest of sorted values.
+fn spread(values: &[f64]) -> String {
     let (Some(least), Some(greatest)) = (values.first(), values.last()) else { return "-".into() };
     let digits = if *greatest >= 100.0 || values.iter().all(|value| value.fract() == 0.0) { 0 } else { 2 };
     let show = |value: f64| format!("{value:.digits$}");
     let median = show(values[values.len() / 2]);
-    if show(*least) == show(*greatest) { median } else { format!("{median} ({}-{})", show(*least), show(*greatest)) }
+    if show(*least) == show(*greatest) { median } else { format!("{median} ({}–{})", show(*least), show(*greatest)) }
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
+
+    fn result(server: &str, workers: &str, cpu: f64, errors: u64) -> Value {
+        let mut result = json!({"server": server, "mode": "kv", "workers": workers, "prompt": "short", "concurrency": 16, "stream": true,
+            "req_s": 1000.0 / cpu, "cpu_ms_per_req": cpu, "errors": errors});
+        if errors > 0 {
+            result["first_error"] = "status 503".into();
+        }
+        result
+    }
 
     #[test]
     fn a_cell_shows_median_and_spread() {
-        assert_eq!(spread(vec![3.5, 1.0, 2.0]), "2.00 (1.00-3.50)");
-        assert_eq!(spread(vec![100.2, 100.4]), "100");
-        assert_eq!((spread(vec![0.0, 0.0]), spread(vec![])), ("0".into(), "-".into()));
+        assert_eq!(spread(&[1.0, 2.0, 3.5]), "2.00 (1.00–3.50)");
+        assert_eq!(spread(&[100.2, 100.4]), "100");
+        assert_eq!((spread(&[0.0, 0.0]), spread(&[])), ("0".into(), "-".into()));
+    }
+
+    #[test]
+    fn ours_is_compared_with_the_best_peer_of_each_column() {
+        let text = tables(&[
+            result("vllm-router", "openai", 0.75, 2),
+            result("armature", "openai", 0.25, 0),
+            result("sglang-router", "openai", 0.5, 0),
+            result("direct", "openai", 0.1, 0),
+            result("armature", "agents", 1.0, 0),
+            result("vllm-router", "openai", 0.75, 1),
+        ]);
+        for line in [
+            "| short:16:stream | vllm-router kv | 1333 | - | - | 0.75 | - | 3 |",
+            "| short:16:stream | armature kv | 2.00 (sglang-router) | - | - | 2.00 (sglang-router) | - |",
+            "| short:16:stream | armature kv, agents | 0.50 (sglang-router) | - | - | 0.50 (sglang-router) | - |",
+            "first error of vllm-router kv, short:16:stream: status 503",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
+        }
+    }
+
+    #[test]
+    fn starts_have_a_table_of_their_own_and_without_peers_nothing_is_compared() {
+        let start = |ready: Option<f64>| {
+            json!({"server": "armature", "mode": "kv", "workers": "openai", "start_to_ready_ms": ready, "start_to_model_ms": 20.0,
+                "idle_rss_mb": 30.0})
+        };
+        let text = tables(&[start(Some(9.0)), result("armature", "openai", 0.25, 0), start(Some(11.0))]);
+        assert!(text.contains("| start | armature kv | 11 (9–11) | 20 | 30 |"), "{text}");
+        assert!(!text.contains("best peer"), "{text}");
     }
 }

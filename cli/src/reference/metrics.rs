@@ -15,6 +15,7 @@ use router::openai::Endpoint;
 use router::replicas::metrics::ReplicaMetrics;
 use worker_agent::engine::{EngineInfo, EngineLoad};
 use worker_agent::metrics::Ending;
+use worker_agent::transfer::metrics::Failure;
 
 /// The page, in Markdown.
 pub(super) fn page() -> String {
@@ -60,6 +61,7 @@ fn worker() -> String {
         EngineInfo { block_size, total_blocks: 1, max_num_seqs: 1, max_num_batched_tokens: 1, context_length: 16 };
     let metrics = worker_agent::metrics::Metrics::new(&engine);
     metrics.request_ended(Ending::eos);
+    metrics.transfer.failures(Failure::lost);
     metrics.encode(EngineLoad::default())
 }
 

@@ -111,11 +111,21 @@ fn worker_name(number: u16) -> String {
     format!("worker-{number}")
 }
 
+/// What each worker runs: the first ones prompts, where some do.
+fn role(args: &Up, number: u16) -> &'static str {
+    match args.prefill_workers {
+        0 => "aggregated",
+        prefill if number <= prefill => "prefill",
+        _ => "decode",
+    }
+}
+
 fn arguments(args: &Up, model: &Path, name: &str, discovery: &Path, number: u16) -> Vec<String> {
     let pairs = [
         ("--name", worker_name(number)),
         ("--model", format!("file://{}", std::path::absolute(model).unwrap_or_else(|_| model.to_path_buf()).display())),
         ("--model-name", name.to_owned()),
+        ("--role", role(args, number).to_owned()),
         ("--discovery-backend", "file".into()),
         ("--discovery-dir", discovery.display().to_string()),
         ("--host", "127.0.0.1".into()),

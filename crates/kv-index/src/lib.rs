@@ -20,7 +20,7 @@ pub mod tree;
 pub use event::{EngineHash, KvEvent, KvEventData, StoredBlock, Tier, WorkerId, WorkerRank};
 pub use hash::HashBuilder;
 pub use index::KvIndex;
-pub use overlap::{Applied, Overlaps, TierBlocks};
+pub use overlap::{Applied, Overlaps, PooledRun, TierBlocks};
 
 /// Most blocks of one rank, over all tiers, unless its index is told otherwise: 64 Mi tokens in blocks of 16. A broken
 /// engine costs at most 4 Mi × 25 bytes = 105 MB.

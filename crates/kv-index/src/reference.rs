@@ -15,7 +15,7 @@ use crate::MAX_RANK_BLOCKS;
 use crate::event::{EngineHash, KvEventData, StoredBlock, Tier, WorkerId, WorkerRank};
 use crate::hash::HashBuilder;
 use crate::index::KvIndex;
-use crate::overlap::{Applied, Overlaps, TierBlocks};
+use crate::overlap::{Applied, Overlaps, PooledRun, TierBlocks};
 use holdings::{Holdings, TIERS};
 use slots::{Owners, Slot, SlotMask};
 
@@ -96,7 +96,18 @@ impl PrefixIndex {
             }
         }
         let depths = walk.finish();
-        self.slot_of.iter().map(|(&rank, slot)| (rank, depths[slot.index()])).collect()
+        Overlaps::new(self.slot_of.iter().map(|(&rank, slot)| (rank, depths[slot.index()])), self.pooled(blocks))
+    }
+
+    /// Every block of a prompt that a rank has in its shared pool.
+    fn pooled(&self, blocks: &[BlockHash]) -> Vec<PooledRun> {
+        let mut found = Vec::new();
+        for (start, sequence) in (0..).zip(sequence_hashes(blocks)) {
+            let slots = self.table.get(&sequence).map(Owners::pooled).unwrap_or_default();
+            let of = |rank: &WorkerRank| found.push(PooledRun { rank: *rank, start, len: 1 });
+            self.slot_of.iter().filter(|(_, slot)| slots.contains(**slot)).map(|(rank, _)| rank).for_each(of);
+        }
+        found
     }
 
     /// Like [`Self::find_matches`], from the tokens of a prompt.

@@ -19,6 +19,7 @@ mod find;
 mod owners;
 mod pause;
 mod pool;
+mod pooled;
 mod roster;
 mod run;
 mod runs;

@@ -119,7 +119,8 @@ pub struct Terms {
     pub prefill_blocks: f64,
     /// What the worker holds of the prompt.
     pub overlap: TierBlocks,
-    /// Blocks that it would find in a shared pool after those it holds itself.
+    /// Blocks that it would find in a pool which the workers of its model share: those of its own prefix that it holds nowhere
+    /// else, and those that come after that.
     pub shared_beyond: u32,
     /// What all that takes off the prefill.
     pub credits: Credits,
@@ -129,13 +130,6 @@ pub struct Terms {
     pub decode_blocks: f64,
     /// The sum that is compared.
     pub cost: f64,
-}
-
-/// Blocks that a worker would find in a shared pool beyond those it holds itself. `pool_blocks` is the prompt's leading run
-/// in a pool that every worker reads, 0 where there is none.
-#[inline]
-pub fn shared_beyond(overlap: TierBlocks, pool_blocks: u32) -> u32 {
-    overlap.shared.max(pool_blocks.saturating_sub(overlap.device + overlap.host + overlap.disk))
 }
 
 impl Terms {
@@ -184,16 +178,6 @@ mod tests {
         assert_eq!(terms.credits, Credits { device: 3.0, host: 3.0, disk: 2.0, shared: 1.0 });
         assert_eq!((terms.adjusted_prefill_blocks, terms.cost), (3.0, 13.0));
         assert_eq!(Terms::new(&config, 5.0, overlap, 2, 7.0).cost, 7.0);
-    }
-
-    #[test]
-    fn a_shared_pool_counts_only_beyond_what_the_worker_holds() {
-        let own = TierBlocks { device: 3, host: 2, disk: 1, shared: 0 };
-        assert_eq!(shared_beyond(own, 10), 4);
-        assert_eq!(shared_beyond(own, 6), 0);
-        assert_eq!(shared_beyond(own, 0), 0);
-        assert_eq!(shared_beyond(TierBlocks::default(), 10), 10);
-        assert_eq!(shared_beyond(TierBlocks { device: 1, shared: 4, ..own }, 0), 4, "what its own events announced");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::fmt;
 use kv_index::{WorkerId, WorkerRank};
 
 use crate::cost::CostConfig;
-use crate::load::{Prompt, RankView, Reported};
+use crate::load::{Prompt, RankView};
 use crate::setting::{self, SettingError};
 use crate::worker::{Roles, Worker};
 
@@ -63,8 +63,6 @@ pub struct Request<'a> {
     pub excluded: &'a [Target],
     /// Weights of its own ([`crate::CostOverrides::apply`]).
     pub cost: Option<CostConfig>,
-    /// Leading blocks of the prompt that are in a pool which every worker reads; 0 where there is none.
-    pub shared_blocks: u32,
 }
 
 impl<'a> Request<'a> {
@@ -80,7 +78,6 @@ impl<'a> Request<'a> {
             pinned: None,
             excluded: &[],
             cost: None,
-            shared_blocks: 0,
         }
     }
 
@@ -168,18 +165,17 @@ impl BusyThresholds {
         *self != Self::default()
     }
 
-    /// What makes a worker busy. Its own word counts where it knows more than we do: it also sees what others send. A
-    /// worker whose capacity is unknown is not busy by a share of it.
+    /// What makes a worker busy: what is booked there and what it has beyond that, since others may send to it, too. A worker
+    /// whose capacity is unknown is not busy by a share of it.
     #[inline]
-    pub(crate) fn exceeded(&self, worker: &Worker, load: RankView, reported: Option<Reported>) -> Option<Exclusion> {
-        let reported = reported.unwrap_or_default();
-        let blocks = load.active_blocks.max(reported.active_blocks.unwrap_or(0));
+    pub(crate) fn exceeded(&self, worker: &Worker, load: RankView, unbooked: RankView) -> Option<Exclusion> {
+        let blocks = load.active_blocks.saturating_add(unbooked.active_blocks);
         if let Some((share, total)) = self.decode_blocks.zip(worker.total_blocks)
             && f64::from(blocks) > share * f64::from(total)
         {
             return Some(Exclusion::BusyDecode);
         }
-        let tokens = load.prefill_tokens.max(reported.prefill_tokens.unwrap_or(0));
+        let tokens = load.prefill_tokens.saturating_add(unbooked.prefill_tokens);
         let over_share = |(share, batch): (f64, u32)| f64::from(tokens) > share * f64::from(batch);
         let over = self.prefill_tokens.is_some_and(|most| tokens > most)
             || self.prefill_tokens_frac.zip(worker.max_batched_tokens).is_some_and(over_share);

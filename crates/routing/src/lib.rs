@@ -2,10 +2,11 @@
 //!
 //! Pure: the caller brings the snapshot, the overlaps, the time and the randomness. `worker` is the snapshot, `load` what is
 //! running (on behalf of other routers too), `filter` who could serve, `cost` the formula, `select` the decision, `record` past
-//! decisions, `queue` the order of those who wait.
+//! decisions, `queue` the order of those who wait, `disaggregation` what runs in two parts.
 #![forbid(unsafe_code)]
 
 pub mod cost;
+pub mod disaggregation;
 pub mod filter;
 pub mod load;
 pub mod queue;
@@ -15,6 +16,7 @@ pub mod setting;
 pub mod worker;
 
 pub use cost::{CostConfig, CostOverrides, Credits, Terms};
+pub use disaggregation::{ConditionalDisagg, Halves, Whole};
 pub use filter::{BusyThresholds, Exclusion, Refusal, Request, Target};
 pub use load::{
     ActiveLoad, Applied, BookingId, BookingState, LoadConfig, NewBooking, Prompt, RankView, ReplicaChange,

@@ -2,10 +2,12 @@
 //!
 //! A request is booked when it is routed, grows as it generates, stops counting as prompt load at its first token, and is
 //! freed at its end. Sequences that share a prefix on one rank count the shared blocks once. Own bookings never expire: whoever
-//! books holds a guard that frees. Those of other routers (`replica`) come as events and do expire. `ledger` holds the sums.
+//! books holds a guard that frees. Those of other routers (`replica`) come as events and do expire. `ledger` holds the sums;
+//! `reports` what workers say of themselves.
 
 mod ledger;
 mod replica;
+mod reports;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,12 +19,8 @@ use kv_index::{HashBuilder, WorkerId, WorkerRank};
 use ledger::{Cursor, Ledger, Share, Sums};
 use replica::Replicas;
 pub use replica::{Applied, MAX_PEERS, MAX_REPLICATED, MAX_REPLICATED_BLOCKS, ReplicaChange, ReplicaEvent, RouterId};
-
-/// How long a worker's report of itself counts; it sends one at least every second.
-const REPORT_LIFE: Duration = Duration::from_secs(10);
-
-/// Most ranks whose reports are kept.
-const MAX_REPORTS: usize = 1 << 16;
+pub use reports::Reported;
+use reports::Reports;
 
 /// What counts as load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -140,21 +138,6 @@ fn clamp(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
 }
 
-/// What a worker says of itself.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Reported {
-    /// KV blocks that running sequences hold.
-    pub active_blocks: Option<u32>,
-    /// Prompt tokens admitted and not yet computed.
-    pub prefill_tokens: Option<u32>,
-    /// KV blocks that hold anything, in use or reusable.
-    pub kv_used_blocks: Option<u32>,
-    /// Requests running.
-    pub running_requests: Option<u32>,
-    /// Requests waiting for a place.
-    pub waiting_requests: Option<u32>,
-}
-
 /// The load of all ranks.
 #[derive(Debug)]
 pub struct ActiveLoad {
@@ -164,8 +147,7 @@ pub struct ActiveLoad {
     bookings: HashMap<BookingId, (Arc<str>, BookingState), HashBuilder>,
     next_id: u64,
     replicas: Replicas,
-    /// With the time of each.
-    reports: HashMap<WorkerRank, (Reported, Duration), HashBuilder>,
+    reports: Reports,
 }
 
 impl ActiveLoad {
@@ -244,27 +226,30 @@ impl ActiveLoad {
         let gone: Vec<BookingId> =
             self.bookings.iter().filter(|(_, (_, state))| state.rank.worker == worker).map(|(id, _)| *id).collect();
         gone.iter().for_each(|id| self.free(*id));
-        self.reports.retain(|rank, _| rank.worker != worker);
+        self.reports.remove_worker(worker);
         gone.len() + self.replicas.remove_worker(worker, &mut self.ledger, &self.config)
     }
 
-    /// Drops bookings of other routers that have made no progress for `after`, and what else has become old. Returns how many
-    /// bookings. Cost: linear in the bookings of other routers.
+    /// Drops bookings of other routers that have made no progress for `after`; returns how many. Cost: linear in the bookings of
+    /// other routers.
     pub fn expire(&mut self, now: Duration, after: Duration) -> usize {
-        self.reports.retain(|_, (_, at)| now.saturating_sub(*at) <= REPORT_LIFE);
         self.replicas.expire(now, after, &mut self.ledger, &self.config)
     }
 
-    /// A worker tells how busy it is.
+    /// A worker tells how busy it is. What it has beyond the bookings counts as load of others until its next report.
     pub fn report(&mut self, rank: WorkerRank, reported: Reported, now: Duration) {
-        if self.reports.len() < MAX_REPORTS || self.reports.contains_key(&rank) {
-            self.reports.insert(rank, (reported, now));
-        }
+        let booked = self.rank(rank);
+        self.reports.take(rank, reported, booked, now);
+    }
+
+    /// Drops the reports of workers that have been silent too long.
+    pub fn expire_reports(&mut self, now: Duration) {
+        self.reports.expire(now);
     }
 
     /// What a worker last told, until it has been silent too long.
     pub fn reported(&self, rank: WorkerRank) -> Option<Reported> {
-        self.reports.get(&rank).map(|(reported, _)| *reported)
+        self.reports.get(rank)
     }
 
     /// The load of one rank.
@@ -291,7 +276,8 @@ impl ActiveLoad {
     /// Reads every rank for one prompt; `depths` is scratch space.
     pub(crate) fn survey<'a>(&'a self, prompt: &Prompt, depths: &'a mut Vec<u32>) -> Survey<'a> {
         self.ledger.depths(self.compared(prompt), depths);
-        Survey { own: prompt.block_size.blocks_for(prompt.tokens), cursor: self.ledger.cursor(depths) }
+        let own = prompt.block_size.blocks_for(prompt.tokens);
+        Survey { own, cursor: self.ledger.cursor(depths), reports: self.reports.cursor() }
     }
 
     /// The blocks of a prompt that a rank's sequences may have already.
@@ -324,6 +310,7 @@ pub(crate) struct Survey<'a> {
     /// Blocks of the prompt.
     own: usize,
     cursor: Cursor<'a>,
+    reports: reports::Cursor<'a>,
 }
 
 impl Survey<'_> {
@@ -332,6 +319,12 @@ impl Survey<'_> {
     pub(crate) fn at(&mut self, rank: WorkerRank) -> (RankView, u32) {
         let (sums, depth) = self.cursor.at(rank);
         (sums.into(), clamp(potential(sums, depth, self.own)))
+    }
+
+    /// What `rank` says that it has beyond what is booked there. Ranks must rise from call to call.
+    #[inline]
+    pub(crate) fn unbooked(&mut self, rank: WorkerRank) -> RankView {
+        self.reports.unbooked(rank)
     }
 }
 

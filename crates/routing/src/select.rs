@@ -4,6 +4,7 @@
 //! same pass, so that an explanation is what a decision at that moment would be. `pick` chooses among those that are left.
 
 mod pick;
+mod pool;
 
 use std::collections::HashMap;
 
@@ -12,12 +13,13 @@ use rand::Rng;
 use kv_hashing::BlockSize;
 use kv_index::{Overlaps, TierBlocks, WorkerId, WorkerRank};
 
-use crate::cost::{CostConfig, Terms, shared_beyond};
+use crate::cost::{CostConfig, Terms};
 use crate::filter::{BusyThresholds, Exclusion, LeftOut, Refusal, Request, exclusion};
-use crate::load::{ActiveLoad, RankView};
+use crate::load::{ActiveLoad, RankView, Reported};
 use crate::setting::{self, SettingError};
 use crate::worker::{Roles, Worker, WorkerSet};
 pub use pick::Pick;
+use pool::Pool;
 
 /// How a worker is picked among those that could serve.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -81,11 +83,13 @@ pub struct Candidate {
     pub rank: WorkerRank,
     /// Why it was left out.
     pub exclusion: Option<Exclusion>,
+    /// Requests there beyond those in `load`, as it says itself; at most 65,535, and 0 in modes that do not count requests.
+    pub unbooked_requests: u16,
     /// What it holds of the prompt. Unknown (0) here and below for whom was left out for another reason than being busy.
     pub overlap: TierBlocks,
     /// See [`Terms::shared_beyond`].
     pub shared_beyond: u32,
-    /// What runs there.
+    /// What is booked there.
     pub load: RankView,
     /// Blocks in use if the request ran there.
     pub potential_blocks: u32,
@@ -98,12 +102,18 @@ impl Candidate {
     const UNKNOWN: Self = Self {
         rank: WorkerRank { worker: WorkerId(0), dp_rank: 0 },
         exclusion: None,
+        unbooked_requests: 0,
         overlap: TierBlocks { device: 0, host: 0, disk: 0, shared: 0 },
         shared_beyond: 0,
         load: RankView { active_blocks: 0, prefill_tokens: 0, requests: 0 },
         potential_blocks: 0,
         cost: f64::INFINITY,
     };
+
+    /// Requests there, as far as anybody knows; in modes that count them.
+    pub fn requests(&self) -> u32 {
+        self.load.requests.saturating_add(u32::from(self.unbooked_requests))
+    }
 
     /// Every term of its cost; none for whom was left out. `prompt_tokens`: length of the request's prompt.
     pub fn terms(&self, config: &CostConfig, prompt_tokens: usize, block_size: BlockSize) -> Option<Terms> {
@@ -162,6 +172,8 @@ pub struct Explanation {
     pub block_size: BlockSize,
     /// Every worker, in order of rank.
     pub candidates: Vec<Candidate>,
+    /// What those of them that tell of their load last said, in order of rank. Empty for past decisions.
+    pub reports: Vec<(WorkerRank, Reported)>,
     /// The choice, or why there is none.
     pub outcome: Result<Decision, Refusal>,
 }
@@ -192,6 +204,7 @@ struct Workspace {
     /// Places of those left, in `candidates`.
     eligible: Vec<u32>,
     depths: Vec<u32>,
+    pool: Pool,
     /// Of those left, what they are compared by.
     values: Vec<f64>,
 }
@@ -241,7 +254,9 @@ impl Selector {
     ) -> Explanation {
         let mut work = Workspace::default();
         let outcome = self.evaluate(&mut work, workers, request, overlaps, load, rng);
-        self.explanation(request, work.candidates, outcome)
+        let ranks = work.candidates.iter().map(|row| row.rank);
+        let reports = ranks.filter_map(|rank| Some((rank, load.reported(rank)?))).collect();
+        Explanation { reports, ..self.explanation(request, work.candidates, outcome) }
     }
 
     /// Puts together what is known of a decision about `request`.
@@ -257,6 +272,7 @@ impl Selector {
             prompt_tokens: request.prompt.tokens,
             block_size: request.prompt.block_size,
             candidates,
+            reports: Vec::new(),
             outcome,
         }
     }
@@ -306,11 +322,14 @@ impl Selector {
         overlaps: &Overlaps,
         active: &ActiveLoad,
     ) -> Result<bool, Refusal> {
-        let Workspace { candidates, eligible, depths, .. } = work;
+        let Workspace { candidates, eligible, depths, pool, .. } = work;
+        pool.fill(overlaps, workers, request.model);
         candidates.clear();
         candidates.reserve(workers.len());
         eligible.clear();
         let watches = self.config.busy.any();
+        let counts = matches!(self.config.mode, Mode::PowerOfTwo | Mode::LeastLoaded);
+        let listens = watches || counts;
         let mut loads = active.survey(request.prompt, depths);
         let mut held = overlaps.iter().peekable();
         let mut left_out = LeftOut::default();
@@ -325,8 +344,9 @@ impl Selector {
             while held.next_if(|(other, _)| *other < rank).is_some() {}
             let overlap = held.next_if(|(other, _)| *other == rank).map_or(TierBlocks::default(), |(_, blocks)| blocks);
             let (load, potential_blocks) = loads.at(rank);
-            let shared_beyond = shared_beyond(overlap, request.shared_blocks);
-            let exclusion = if watches { self.busy(worker, load, active) } else { None };
+            let shared_beyond = pool.beyond(overlap);
+            let unbooked = if listens { loads.unbooked(rank) } else { RankView::default() };
+            let exclusion = if watches { self.config.busy.exceeded(worker, load, unbooked) } else { None };
             let mut cost = f64::INFINITY;
             match exclusion {
                 Some(reason) => left_out.note(reason),
@@ -336,13 +356,19 @@ impl Selector {
                     eligible.push(candidates.len() as u32);
                 }
             }
-            candidates.push(Candidate { rank, exclusion, overlap, shared_beyond, load, potential_blocks, cost });
+            let unbooked_requests = if counts { u16::try_from(unbooked.requests).unwrap_or(u16::MAX) } else { 0 };
+            candidates.push(Candidate {
+                rank,
+                exclusion,
+                unbooked_requests,
+                overlap,
+                shared_beyond,
+                load,
+                potential_blocks,
+                cost,
+            });
         }
         if eligible.is_empty() { Err(left_out.refusal(request)) } else { Ok(saturated) }
-    }
-
-    fn busy(&self, worker: &Worker, load: RankView, active: &ActiveLoad) -> Option<Exclusion> {
-        self.config.busy.exceeded(worker, load, active.reported(worker.rank))
     }
 
     fn is_saturated(&self, worker: &Worker, load: RankView) -> bool {

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use kv_index::WorkerRank;
+use kv_index::{WorkerId, WorkerRank};
 
 /// Which part of a request a worker runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -130,6 +130,13 @@ impl WorkerSet {
     /// One of them.
     pub fn get(&self, rank: WorkerRank) -> Option<&Worker> {
         self.workers.binary_search_by_key(&rank, |w| w.rank).ok().map(|i| &self.workers[i])
+    }
+
+    /// Whether any rank of a worker serves `model`.
+    pub(crate) fn serves(&self, worker: WorkerId, model: &str) -> bool {
+        let first = self.workers.partition_point(|other| other.rank.worker < worker);
+        let ranks = self.workers[first..].iter().take_while(|other| other.rank.worker == worker);
+        ranks.into_iter().any(|other| *other.model == *model)
     }
 
     /// How many.

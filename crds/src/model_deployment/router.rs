@@ -93,6 +93,14 @@ pub struct Router {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1))]
     pub queue_timeout_seconds: Option<i64>,
+    /// How often a stream whose worker is lost goes on at another one; 0 turns it off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0, max = 4294967295u32))]
+    pub migration_limit: Option<i64>,
+    /// Lets decode workers compute short and well-cached prompts although there are prefill workers; without it prefill workers
+    /// compute all of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub conditional_disagg: Option<ConditionalDisagg>,
     /// Decisions that each router keeps to be explained afterwards.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0))]
@@ -103,6 +111,24 @@ pub struct Router {
     /// More environment variables of the router container.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub extra_env: Vec<EnvVar>,
+}
+
+/// Which prompts a decode worker computes itself: those that are under both of the first two thresholds, or over the third.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct ConditionalDisagg {
+    /// Fewer uncached prompt tokens than this; 2048 where missing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0, max = 4294967295u32))]
+    pub eff_isl_threshold: Option<i64>,
+    /// A smaller share of the prompt uncached than this, 0 to 1; 0.7 where missing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0.0, max = 1.0))]
+    pub eff_isl_ratio_threshold: Option<f64>,
+    /// More prompt tokens than this wait on the prefill worker, and fewer on the decode worker.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0, max = 4294967295u32))]
+    pub prefill_busy_threshold: Option<i64>,
 }
 
 /// How a worker is chosen.

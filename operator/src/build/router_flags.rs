@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 
-use crds::model_deployment::Router;
+use crds::model_deployment::{ConditionalDisagg, Router};
 
 /// Flags for what the author set, and nothing else, so that the router's own defaults hold. `extraArgs` come last.
 pub fn router_flags(router: &Router) -> Vec<String> {
@@ -29,9 +29,25 @@ pub fn router_flags(router: &Router) -> Vec<String> {
     flags.value("router-queue-policy", router.queue_policy.map(|policy| policy.as_str()));
     flags.value("router-queue-limit", router.queue_limit);
     flags.value("router-queue-timeout-secs", router.queue_timeout_seconds);
+    flags.value("migration-limit", router.migration_limit);
+    if let Some(thresholds) = &router.conditional_disagg {
+        flags.switch("router-conditional-disagg", Some(true));
+        flags.value("router-conditional-disagg-config", Some(conditional_disagg(thresholds)));
+    }
     flags.value("router-decisions", router.decisions);
     flags.0.extend(router.extra_args.iter().cloned());
     flags.0
+}
+
+/// What is set of it, as the flag's JSON.
+fn conditional_disagg(thresholds: &ConditionalDisagg) -> String {
+    let ConditionalDisagg { eff_isl_threshold, eff_isl_ratio_threshold, prefill_busy_threshold } = thresholds;
+    let parts = [
+        eff_isl_threshold.map(|tokens| format!(r#""eff_isl_threshold":{tokens}"#)),
+        eff_isl_ratio_threshold.map(|share| format!(r#""eff_isl_ratio_threshold":{share}"#)),
+        prefill_busy_threshold.map(|tokens| format!(r#""prefill_busy_threshold":{tokens}"#)),
+    ];
+    format!("{{{}}}", parts.into_iter().flatten().collect::<Vec<_>>().join(","))
 }
 
 struct Flags(Vec<String>);

@@ -39,6 +39,7 @@ fn full() -> ModelDeployment {
                 "prefillLoadScale": 2, "temperature": 0.25, "kvEvents": false, "replicaSync": false,
                 "assumeKvReuse": true, "trackOutputBlocks": false, "activeDecodeBlocksThreshold": 0.9,
                 "queueThreshold": 1.5, "queuePolicy": "wspt", "queueLimit": 100, "queueTimeoutSeconds": 30,
+                "migrationLimit": 0,
                 "resources": {"requests": {"cpu": "500m"}}, "extraArgs": ["--verbose"],
                 "extraEnv": [{"name": "RUST_LOG", "value": "debug"}, {"name": "POD_IP", "value": "::1"}],
             },

@@ -22,6 +22,8 @@ use crate::validate::{self, Invalid, ValidDeployment};
 pub const REQUEST_PORT: i32 = 9000;
 /// Port on which KV events are published.
 pub const EVENT_PORT: i32 = 9001;
+/// Port that other workers fetch KV blocks from.
+pub const TRANSFER_PORT: i32 = 9002;
 /// Port of /live, /ready and /metrics.
 pub const ADMIN_PORT: i32 = 9090;
 /// Seconds a worker gets to finish its requests where the author does not say.
@@ -124,8 +126,9 @@ fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source:
     let cache = EnvVar { name: "XDG_CACHE_HOME".into(), value: Some(CACHE_DIRECTORY.into()), ..Default::default() };
     let env: Vec<EnvVar> = std::iter::once(cache).chain(worker.env.iter().cloned()).collect();
     let grace_s = worker.termination_grace_period_seconds.unwrap_or(GRACE_S);
-    let ports = [("request", REQUEST_PORT), ("events", EVENT_PORT), ("admin", ADMIN_PORT)];
-    let mut container = pod::container("worker", image, pull_policy, args(spec, &model_path, grace_s), &env, &ports);
+    let ports = [("request", REQUEST_PORT), ("events", EVENT_PORT), ("transfer", TRANSFER_PORT), ("admin", ADMIN_PORT)];
+    let mut container =
+        pod::container("worker", image, pull_policy, args(spec, image, &model_path, grace_s), &env, &ports);
     container.resources = worker.resources.as_ref().and_then(|resources| resources.requirements());
     container.volume_mounts = Some(vec![mount]);
     pod::probes(&mut container, "admin");
@@ -137,8 +140,9 @@ fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source:
     }
 }
 
-/// `armature worker` and its flags; engine settings only where the author set them.
-fn args(spec: &WorkerPoolSpec, model_path: &str, grace_s: i64) -> Vec<String> {
+/// `armature worker` and its flags; engine settings only where the author set them. Pools of the same image and model exchange
+/// KV, whatever else differs between their pods.
+fn args(spec: &WorkerPoolSpec, image: &str, model_path: &str, grace_s: i64) -> Vec<String> {
     let model_name = spec.model.name.as_deref().unwrap_or(&spec.deployment);
     let mut args = vec![
         "worker".to_string(),
@@ -148,6 +152,8 @@ fn args(spec: &WorkerPoolSpec, model_path: &str, grace_s: i64) -> Vec<String> {
         format!("--model={model_path}"),
         format!("--port={REQUEST_PORT}"),
         format!("--event-port={EVENT_PORT}"),
+        format!("--transfer-port={TRANSFER_PORT}"),
+        format!("--kv-revision={}", revision(&(image, &spec.model.source))),
         format!("--admin-port={ADMIN_PORT}"),
         format!("--drain-s-max={}", grace_s - EXIT_S),
     ];

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kv_hashing::{BlockHash, BlockSize, HashSpace, sequence_hashes};
 use kv_index::{Overlaps, WorkerId};
 use protocol::request_plane::Generate;
-use routing::{CostConfig, Prompt, Request, Target};
+use routing::{CostConfig, Prompt, Request, Roles, Target};
 
 use super::queue::Rank;
 use crate::backend::{DispatchError, RouteOptions, RoutingHints};
@@ -20,6 +20,8 @@ pub(crate) struct Ask {
     pub(crate) blocks: Vec<BlockHash>,
     pub(super) prompt: Prompt,
     pinned: Option<Target>,
+    /// Workers of which roles may run it now.
+    pub(super) roles: Roles,
     pub(super) hints: RoutingHints,
     /// Weights of its own.
     cost: Option<CostConfig>,
@@ -61,10 +63,28 @@ impl Ask {
             blocks,
             prompt,
             pinned: options.pinned_worker.map(pin),
+            roles: Roles::WHOLE,
             cost: own_cost.map_err(|error| DispatchError::Invalid(error.to_string()))?,
             excluded: hints.excluded.iter().map(|worker| Target::worker(WorkerId(*worker))).collect(),
             hints,
         })
+    }
+
+    /// Takes over what has been generated of it: a worker has to compute that too. It is let in before all that wait, since it
+    /// waited once, and somebody reads its answer. Cost: hashing the prompt.
+    pub(super) fn resume(&mut self, request: &Generate) {
+        let space = HashSpace::new(Some(&request.lora), Some(&request.cache_namespace));
+        self.blocks = space.blocks(&request.token_ids, self.prompt.block_size);
+        let generated = request.token_ids.len().saturating_sub(self.prompt.tokens) as u32;
+        self.prompt.blocks = sequence_hashes(&self.blocks).into();
+        self.prompt.tokens = request.token_ids.len();
+        self.hints.strict_priority = i32::MAX;
+        self.hints.expected_output_tokens = self.hints.expected_output_tokens.map(|n| n.saturating_sub(generated));
+    }
+
+    /// Tokens per block of its prompt.
+    pub(super) fn block_size(&self) -> BlockSize {
+        self.prompt.block_size
     }
 
     /// As a decision sees it.
@@ -74,10 +94,16 @@ impl Ask {
             revision: self.hints.revision.as_deref(),
             labels: &self.hints.labels,
             pinned: self.pinned,
+            roles: self.roles,
             excluded: &self.excluded,
             cost: self.cost,
             ..Request::new(&self.model, &self.prompt)
         }
+    }
+
+    /// Whether it names the worker that is to answer it.
+    pub(super) fn is_pinned(&self) -> bool {
+        self.pinned.is_some()
     }
 
     /// It is not to go to this worker again.

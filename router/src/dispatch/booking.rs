@@ -1,6 +1,8 @@
 //! The router's own view of load, and the guard that keeps one request in it.
 
+mod reported;
 mod shared;
+mod span;
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -97,12 +99,17 @@ impl Placement {
         let mut state = self.state.lock();
         let State { selector, load, booked, log, lanes } = &mut *state;
         let mut rng = rand::rng();
+        let span = span::open(named.request, request, selector.config().mode).entered();
         if lanes.is_blocked(request.model, named.ticket) {
             // What can never be placed need not wait to hear so.
             let outcome = selector.explain(workers, request, overlaps, load, &mut rng).outcome;
-            return Err(outcome.err().unwrap_or(Refusal::Saturated));
+            let refusal = outcome.err().unwrap_or(Refusal::Saturated);
+            span::refuse(&span, refusal);
+            return Err(refusal);
         }
         let outcome = selector.decide(workers, request, overlaps, load, &mut rng);
+        span::close(&span, selector, &outcome);
+        drop(span);
         // Who waits tries again and again; only what comes of it is of interest.
         if named.ticket.is_none() || outcome != Err(Refusal::Saturated) {
             log.push(named.request.clone(), self.elapsed(), selector, request, outcome);

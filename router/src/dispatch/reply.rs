@@ -6,36 +6,35 @@ use std::task::{Context, Poll, ready};
 
 use kv_hashing::BlockHash;
 use kv_index::WorkerRank;
-use protocol::request_plane::{Output, server_frame};
+use protocol::request_plane::{FinishReason, Finished, Output, server_frame};
 use tokio::time::{Instant, Sleep, sleep};
 
-use super::booking::Booking;
-use super::{failure, stage};
+use super::attempts::{Leg, failure};
+use super::migration::{Cause, Migration};
+use super::stage;
 use crate::backend::{DispatchError, StreamItem};
 use crate::config::Deadlines;
 use crate::index::Indexer;
-use crate::request_plane::Stream;
 use crate::workers::Life;
 
 /// A running request.
 ///
 /// Written by hand and not with `unfold`: it may be polled after its end. Dropping it cancels the request at the worker
-/// (through the stream) and frees its booking.
+/// (through the stream) and frees its booking; while it moves from one worker to the next, it ends that.
 pub(super) struct Reply {
-    /// Absent after the end.
-    running: Option<Running>,
-    first: Option<server_frame::Body>,
+    state: State,
     deadlines: Deadlines,
     silence: Pin<Box<Sleep>>,
 }
 
-struct Running {
-    stream: Stream,
-    booking: Booking,
-    life: Arc<Life>,
-    /// What was expected of the worker's cache, until the first output says what it did.
-    expected: Option<Expected>,
+enum State {
+    Running(Box<Leg>, Migration),
+    /// Its worker is lost, and another one is being found.
+    Moving(Moving),
+    Ended,
 }
+
+type Moving = Pin<Box<dyn Future<Output = (Migration, Result<Leg, DispatchError>)> + Send>>;
 
 /// What the index promised of a request.
 pub(super) struct Expected {
@@ -49,21 +48,66 @@ pub(super) struct Expected {
 }
 
 impl Reply {
-    pub(super) fn new(
-        stream: Stream,
-        first: server_frame::Body,
-        booking: Booking,
-        life: Arc<Life>,
-        expected: Option<Expected>,
-        deadlines: Deadlines,
-    ) -> Self {
-        Self {
-            running: Some(Running { stream, booking, life, expected }),
-            first: Some(first),
-            deadlines,
-            silence: Box::pin(sleep(deadlines.token)),
+    pub(super) fn new(leg: Leg, migration: Migration, deadlines: Deadlines) -> Self {
+        Self { state: State::Running(Box::new(leg), migration), deadlines, silence: Box::pin(sleep(deadlines.token)) }
+    }
+
+    /// Lets the worker go, and with it what it held of the request; begins to look for another one, if the request may move.
+    fn leave(&mut self, cause: Cause, error: DispatchError) -> Result<(), DispatchError> {
+        let State::Running(leg, mut migration) = std::mem::replace(&mut self.state, State::Ended) else {
+            return Err(error);
+        };
+        drop(leg);
+        if !migration.may_move(cause) {
+            return Err(error);
+        }
+        self.state = State::Moving(Box::pin(migration.go(cause, error)));
+        Ok(())
+    }
+
+    /// Lets the worker of the first half go, and begins to look for one for the second.
+    fn hand_over(&mut self, params: String) {
+        if let State::Running(leg, migration) = std::mem::replace(&mut self.state, State::Ended) {
+            drop(leg);
+            self.state = State::Moving(Box::pin(migration.hand_over(params)));
         }
     }
+
+    fn poll_item(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<StreamItem, DispatchError>>> {
+        loop {
+            let (cause, error) = match &mut self.state {
+                State::Ended => return Poll::Ready(None),
+                State::Moving(moving) => {
+                    let (migration, leg) = ready!(moving.as_mut().poll(cx));
+                    match leg {
+                        Ok(leg) => self.state = State::Running(Box::new(leg), migration),
+                        Err(error) => return Poll::Ready(Some(Err(error))),
+                    }
+                    continue;
+                }
+                State::Running(leg, migration) => match ready!(leg.poll_item(cx, migration, &self.deadlines)) {
+                    Ok(StreamItem::Finished(half)) if is_handed_over(&half, migration) => {
+                        self.hand_over(half.disaggregated_params);
+                        continue;
+                    }
+                    Ok(item) => return Poll::Ready(Some(Ok(item))),
+                    Err((None, error)) => return Poll::Ready(Some(Err(error))),
+                    Err((Some(cause), error)) => match migration.complete() {
+                        Some(finished) => return Poll::Ready(Some(Ok(StreamItem::Finished(finished)))),
+                        None => (cause, error),
+                    },
+                },
+            };
+            if let Err(error) = self.leave(cause, error) {
+                return Poll::Ready(Some(Err(error)));
+            }
+        }
+    }
+}
+
+/// Whether this is only the end of the first half: the answer did not end with it, so that there is no reason.
+fn is_handed_over(half: &Finished, migration: &Migration) -> bool {
+    migration.is_first_half() && half.reason() == FinishReason::Unspecified
 }
 
 impl futures::Stream for Reply {
@@ -71,25 +115,19 @@ impl futures::Stream for Reply {
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let this = &mut *self;
-        let Some(running) = &mut this.running else { return Poll::Ready(None) };
-        let body = match this.first.take() {
-            Some(body) => Some(body),
-            None => match running.stream.poll_next(cx) {
-                Poll::Ready(body) => body,
-                Poll::Pending => {
-                    ready!(this.silence.as_mut().poll(cx));
-                    this.running = None;
-                    let seconds = this.deadlines.token.as_secs();
-                    return Poll::Ready(Some(Err(DispatchError::Deadline { stage: stage::GENERATING, seconds })));
-                }
-            },
+        let item = match this.poll_item(cx) {
+            Poll::Ready(item) => item,
+            Poll::Pending => {
+                ready!(this.silence.as_mut().poll(cx));
+                let stage = if matches!(this.state, State::Moving(_)) { stage::MOVING } else { stage::GENERATING };
+                Some(Err(DispatchError::Deadline { stage, seconds: this.deadlines.token.as_secs() }))
+            }
         };
-        this.silence.as_mut().reset(Instant::now() + this.deadlines.token);
-        let item = running.item(body, &this.deadlines);
-        if !matches!(item, Ok(StreamItem::Output(_))) {
-            this.running = None;
+        match item {
+            Some(Ok(StreamItem::Output(_))) => this.silence.as_mut().reset(Instant::now() + this.deadlines.token),
+            _ => this.state = State::Ended,
         }
-        Poll::Ready(Some(item))
+        Poll::Ready(item)
     }
 }
 
@@ -103,27 +141,44 @@ impl Expected {
     }
 }
 
-impl Running {
-    fn item(&mut self, body: Option<server_frame::Body>, deadlines: &Deadlines) -> Result<StreamItem, DispatchError> {
-        let lost = |message| {
-            Err(DispatchError::Worker { worker: self.life.spec().name.clone(), stage: stage::GENERATING, message })
+impl Leg {
+    /// What the worker says next; with an error, why it has to be left, if another one may do.
+    fn poll_item(
+        &mut self,
+        cx: &mut Context<'_>,
+        migration: &mut Migration,
+        deadlines: &Deadlines,
+    ) -> Poll<Result<StreamItem, (Option<Cause>, DispatchError)>> {
+        let body = match self.first.take() {
+            Some(first) => Some(first),
+            None => ready!(self.stream.poll_next(cx)),
         };
-        match body {
-            Some(server_frame::Body::Output(output)) => {
+        let lost = |message| DispatchError::Worker {
+            worker: self.life.spec().name.clone(),
+            stage: stage::GENERATING,
+            message,
+        };
+        Poll::Ready(match body {
+            Some(server_frame::Body::Output(mut output)) => {
                 if output.first
                     && let Some(expected) = self.expected.take()
                 {
                     expected.compare(&self.life, &output);
                 }
                 self.booking.generated(output.token_ids.len());
+                migration.delivered(&mut output);
                 Ok(StreamItem::Output(output))
             }
-            Some(server_frame::Body::Finished(finished)) => Ok(StreamItem::Finished(finished)),
-            Some(server_frame::Body::Failed(failed)) => {
-                Err(failure(&self.life.spec().name, stage::GENERATING, failed, deadlines))
+            Some(server_frame::Body::Finished(mut finished)) => {
+                migration.finished(&mut finished);
+                Ok(StreamItem::Finished(finished))
             }
-            Some(_) => lost("the worker answered with a frame of another kind".to_owned()),
-            None => lost(self.stream.lost_reason()),
-        }
+            Some(server_frame::Body::Failed(failed)) => {
+                let cause = Cause::of(failed.code());
+                Err((cause, failure(&self.life.spec().name, stage::GENERATING, failed, deadlines)))
+            }
+            Some(_) => Err((None, lost("the worker answered with a frame of another kind".to_owned()))),
+            None => Err((Some(Cause::Lost), lost(self.stream.lost_reason()))),
+        })
     }
 }

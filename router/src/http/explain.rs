@@ -6,7 +6,7 @@
 use hyper::body::Incoming;
 use hyper::{Request, Response, StatusCode};
 use kv_index::WorkerRank;
-use routing::{Candidate, Explanation, Pick, Record, Terms, WorkerSet};
+use routing::{Candidate, Explanation, Pick, Record, Reported, Terms, WorkerSet};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::{Value, json};
@@ -85,6 +85,10 @@ fn explanation_json(explanation: &Explanation, workers: &WorkerSet) -> Value {
     let (cost, size) = (&explanation.cost, explanation.block_size.get());
     let least = explanation.candidates.iter().map(|row| row.cost).fold(f64::INFINITY, f64::min);
     let chosen = explanation.outcome.as_ref().ok().map(|decision| decision.rank);
+    let reported = |rank: WorkerRank| {
+        let at = explanation.reports.binary_search_by_key(&rank, |(rank, _)| *rank).ok()?;
+        Some(explanation.reports[at].1)
+    };
     let rows = explanation.rows().map(|(row, terms)| {
         let mut shown = named(row.rank, workers);
         shown["verdict"] = verdict(row, chosen);
@@ -92,7 +96,8 @@ fn explanation_json(explanation: &Explanation, workers: &WorkerSet) -> Value {
         shown["overlap"] = json!({"device": row.overlap.device, "host": row.overlap.host, "disk": row.overlap.disk,
             "shared": row.overlap.shared, "shared_beyond": row.shared_beyond});
         shown["load"] = json!({"active_blocks": row.load.active_blocks, "prefill_tokens": row.load.prefill_tokens,
-            "requests": row.load.requests});
+            "requests": row.load.requests, "unbooked_requests": row.unbooked_requests});
+        shown["reported"] = reported(row.rank).map_or(Value::Null, |reported| reported_json(&reported));
         shown["terms"] = terms.map_or(Value::Null, |terms| terms_json(&terms));
         shown
     });
@@ -134,6 +139,13 @@ fn verdict(row: &Candidate, chosen: Option<WorkerRank>) -> Value {
         None if chosen == Some(row.rank) => json!("chosen"),
         None => json!("eligible"),
     }
+}
+
+/// What the worker last said itself; what it does not say is null.
+fn reported_json(reported: &Reported) -> Value {
+    json!({"active_blocks": reported.active_blocks, "prefill_tokens": reported.prefill_tokens,
+        "kv_used_blocks": reported.kv_used_blocks, "running_requests": reported.running_requests,
+        "waiting_requests": reported.waiting_requests})
 }
 
 fn terms_json(terms: &Terms) -> Value {

@@ -1,6 +1,7 @@
 //! Events and guesses through the event threads.
 
 use std::num::NonZeroUsize;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use kv_index::predicted::Policy;
@@ -9,10 +10,18 @@ use kv_index::{EngineHash, KvEventData, StoredBlock, Tier};
 use prometheus_client::registry::Registry;
 
 use super::*;
+use crate::ingest::Batches;
+
+/// Memory of an index here.
+const BUDGET: usize = 64 << 20;
 
 fn indexer(threads: usize, events: bool, guesses: Option<Policy>) -> Indexer {
+    within(BUDGET, threads, events, guesses)
+}
+
+fn within(bytes: usize, threads: usize, events: bool, guesses: Option<Policy>) -> Indexer {
     let threads = NonZeroUsize::new(threads).expect("not zero");
-    let limits = Limits { bytes: 64 << 20, ..Limits::default() };
+    let limits = Limits { bytes, ..Limits::default() };
     let check_every = Duration::from_secs(10);
     let settings = IndexSettings { threads, limits, events, guesses, check_every };
     Indexer::start(&settings, Arc::new(CoreMetrics::register(&mut Registry::default())))
@@ -115,7 +124,6 @@ async fn a_look_comes_after_what_was_applied_before() {
 /// Case 3: what engines hold may grow for ever; the index does not.
 #[tokio::test]
 async fn under_churn_memory_stays_within_its_budget_and_blocks_are_evicted() {
-    const BUDGET: usize = 64 << 20;
     let (index, life) = (indexer(4, true, None), CancellationToken::new());
     let mut next = 0;
     let (mut most, mut refused) = (0, 0);
@@ -136,4 +144,38 @@ async fn under_churn_memory_stays_within_its_budget_and_blocks_are_evicted() {
     }
     assert!(index.metrics.index_evicted_blocks.get() > 0, "{most} bytes: nothing had to go");
     assert!(refused < 600, "{refused} of 60,000 prompts were refused, though old ones could go");
+}
+
+/// Case 2: a worker comes with two million blocks, and all workers share one event thread. The events of the others go on
+/// between the pieces of its dump: none of them waits for more than one piece.
+#[tokio::test]
+async fn a_dump_of_two_million_blocks_does_not_delay_the_view_of_other_workers() {
+    const PROMPTS: u64 = 16_384;
+    const BLOCKS: u64 = 128;
+    let (index, life) = (Arc::new(within(1 << 30, 1, true, None)), CancellationToken::new());
+    let prompt = |number: u64| -> Vec<u64> { (0..BLOCKS).map(|at| 1_000_000 + number * BLOCKS + at).collect() };
+    let dump: Vec<KvEvent> = (0..PROMPTS).map(|number| stored(&prompt(number))).collect();
+    let pieces = Arc::new(std::sync::atomic::AtomicU64::new(0));
+    let dumping = {
+        let (index, life, pieces) = (index.clone(), life.clone(), pieces.clone());
+        tokio::spawn(async move {
+            for piece in Batches::of(dump) {
+                assert_eq!(index.apply(rank(1), piece, &life).await.orphans, 0);
+                pieces.fetch_add(1, Ordering::Relaxed);
+            }
+        })
+    };
+    let mut meanwhile = 0;
+    while !dumping.is_finished() {
+        let before = pieces.load(Ordering::Relaxed);
+        let prefix = [meanwhile * 2, meanwhile * 2 + 1];
+        index.apply(rank(2), vec![stored(&prefix)], &life).await;
+        let waited = pieces.load(Ordering::Relaxed) - before;
+        assert!(waited <= 2, "{waited} pieces of the dump came before one event");
+        assert_eq!(depths(&index, &prefix), [(2, 2)], "it is seen at once");
+        meanwhile += 1;
+    }
+    dumping.await.expect("it ends well");
+    assert!(meanwhile > PROMPTS * BLOCKS / 1024 / 2, "only {meanwhile} events were taken meanwhile");
+    assert_eq!(depths(&index, &prompt(PROMPTS - 1)), [(1, BLOCKS as u32)]);
 }

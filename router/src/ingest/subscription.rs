@@ -15,7 +15,7 @@ use tokio::time::sleep;
 
 use super::wire;
 use crate::metrics::{CoreMetrics, ReasonLabels};
-use crate::subscriber::{PAUSE, Subscriber};
+use crate::zmtp::{PAUSE, Subscriber, ZmtpError};
 
 /// A publisher sends a heartbeat every second: after five missed ones the socket is rebuilt.
 const SILENCE: Duration = Duration::from_secs(5);
@@ -46,16 +46,27 @@ impl Drop for Subscription {
 }
 
 impl Subscription {
-    /// Subscribes to the publisher at `address`, which must say that it is `worker`.
-    pub(super) fn start(address: String, worker: u64, metrics: Arc<CoreMetrics>) -> (Self, mpsc::Receiver<Message>) {
+    /// Subscribes to `topics` of the publisher at `address`, which must say that it is `worker`.
+    pub(super) fn start(
+        address: String,
+        worker: u64,
+        topics: &'static [&'static str],
+        metrics: Arc<CoreMetrics>,
+    ) -> (Self, mpsc::Receiver<Message>) {
         let (out, messages) = mpsc::channel(QUEUE);
-        (Self { task: tokio::spawn(read_for_ever(address, worker, metrics, out)) }, messages)
+        (Self { task: tokio::spawn(read_for_ever(address, worker, topics, metrics, out)) }, messages)
     }
 }
 
-async fn read_for_ever(address: String, worker: u64, metrics: Arc<CoreMetrics>, out: mpsc::Sender<Message>) {
+async fn read_for_ever(
+    address: String,
+    worker: u64,
+    topics: &[&str],
+    metrics: Arc<CoreMetrics>,
+    out: mpsc::Sender<Message>,
+) {
     loop {
-        if let Some(subscriber) = Subscriber::connect(&address, &[KV_EVENTS, KV_METRICS], SILENCE).await {
+        if let Some(subscriber) = Subscriber::connect(&address, topics, SILENCE).await {
             if out.send(Message::Connected).await.is_err() {
                 return;
             }
@@ -77,15 +88,22 @@ async fn read(
     metrics: &CoreMetrics,
     out: &mpsc::Sender<Message>,
 ) -> Result<(), Ended> {
-    while let Some(parts) = subscriber.next().await {
-        match decode(&parts, worker, metrics) {
-            Ok(message) => out.send(message).await.map_err(|_| Ended)?,
-            Err(reason) => {
-                metrics.events_refused.get_or_create(&ReasonLabels { reason }).inc();
+    let refuse = |reason| _ = metrics.events_refused.get_or_create(&ReasonLabels { reason }).inc();
+    loop {
+        match subscriber.next().await {
+            Ok(parts) => match decode(&parts, worker, metrics) {
+                Ok(message) => out.send(message).await.map_err(|_| Ended)?,
+                Err(reason) => refuse(reason),
+            },
+            Err(error) => {
+                if let ZmtpError::TooLarge(_) = error {
+                    refuse("too large");
+                }
+                tracing::debug!(worker, %error, "the subscription to KV events ended");
+                return Ok(());
             }
         }
     }
-    Ok(())
 }
 
 /// Reads topic, publisher id, sequence and envelope. The error is the label under which it is counted.

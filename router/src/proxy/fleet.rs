@@ -12,6 +12,7 @@ use tokio::time::{Instant, sleep_until};
 use super::Proxy;
 use super::server::{Health, ListedModel, Server, Status};
 use crate::backend::ServedModel;
+use crate::dispatch::PrefillPool;
 use crate::model::Model;
 use crate::workers::{ClusterView, ModelView, now_s, remember};
 
@@ -95,7 +96,8 @@ async fn publish(proxy: &Proxy) -> bool {
     metrics.workers_known.set(statuses.len() as i64);
     metrics.workers_routable.set(well as i64);
     let models = routes.iter().map(|(name, route)| {
-        let view = ModelView { served: route.served.clone(), block_size: route.block_size };
+        let (served, block_size) = (route.served.clone(), route.block_size);
+        let view = ModelView { served, block_size, prefill: PrefillPool::None };
         (name.clone(), view)
     });
     let view = ClusterView { workers: HashMap::new(), models: models.collect(), set, created };

@@ -8,6 +8,7 @@ mod cursor;
 mod replay;
 
 use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,9 +17,8 @@ use kv_hashing::BlockSize;
 use kv_index::{KvEvent, WorkerRank};
 use protocol::kv_event::{KvCacheEvent, RouterEvent};
 use protocol::vllm_events::{EventBatch, Refused, Translator, decode_batch, decode_sequence};
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
-use zeromq::{Socket, SocketOptions, SocketRecv, SubSocket};
 
 use super::Proxy;
 use super::server::Server;
@@ -27,13 +27,8 @@ use crate::index::Outcome;
 use crate::ingest::{Batches, wire};
 use crate::metrics::ReasonLabels;
 use crate::workers::Cluster;
+use crate::zmtp::{Collector, PAUSE, Subscriber, ZmtpError};
 use cursor::{Cursor, Step};
-
-/// Deadline of connecting; then a new socket tries again.
-const CONNECT: Duration = Duration::from_secs(2);
-
-/// Pause between two sockets.
-const PAUSE: Duration = Duration::from_millis(200);
 
 /// An idle engine publishes nothing, and so does a connection that is dead: after this long a new one is made.
 const SILENCE: Duration = Duration::from_secs(30);
@@ -52,9 +47,27 @@ pub(super) fn start(proxy: &Proxy, server: &Arc<Server>, stop: &CancellationToke
         cursor: Cursor::default(),
         ranks: BTreeMap::new(),
         warned: false,
+        unbound: false,
         stop: stop.clone(),
     };
     tokio::spawn(stop.clone().run_until_cancelled_owned(feed.run()));
+}
+
+/// Where messages come from.
+enum Socket {
+    /// We connected to the engine.
+    Connected(Subscriber),
+    /// It connects to us, and again by itself.
+    Bound(Collector),
+}
+
+impl Socket {
+    async fn next(&mut self) -> Result<Vec<Bytes>, ZmtpError> {
+        match self {
+            Self::Connected(subscriber) => subscriber.next().await,
+            Self::Bound(collector) => collector.next().await,
+        }
+    }
 }
 
 struct Feed {
@@ -67,67 +80,66 @@ struct Feed {
     ranks: BTreeMap<u32, Translator>,
     /// Somebody has been told that the events are of no use.
     warned: bool,
+    /// Somebody has been told that the port is taken.
+    unbound: bool,
     stop: CancellationToken,
 }
 
 impl Feed {
     async fn run(mut self) {
         loop {
-            match self.open().await {
-                Ok(socket) => {
-                    // What was published before, and while there was no socket.
-                    self.recover(self.cursor.next()).await;
-                    self.read(socket).await;
-                }
-                Err(reason) => tracing::debug!(worker = %self.server.name, reason, "cannot subscribe to KV events yet"),
+            if let Some(socket) = self.open().await {
+                // What was published before, and while there was no socket.
+                self.recover(self.cursor.next()).await;
+                self.read(socket).await;
             }
             sleep(PAUSE).await;
         }
     }
 
-    /// A socket that has subscribed.
-    async fn open(&self) -> Result<SubSocket, String> {
-        let mut options = SocketOptions::default();
-        options.connect_timeout(CONNECT);
-        let mut socket = SubSocket::with_options(options);
+    /// A socket that has subscribed, or that the engine can connect to.
+    async fn open(&mut self) -> Option<Socket> {
         let address = &self.source.address;
-        let opened = async {
+        let Some(port) = address.strip_prefix("tcp://*:") else {
             // Engines choose their topics.
-            socket.subscribe("").await?;
-            match address.strip_prefix("tcp://*") {
-                Some(port) => drop(socket.bind(&format!("tcp://0.0.0.0{port}")).await?),
-                None => socket.connect(address).await?,
-            }
-            Ok::<_, zeromq::ZmqError>(())
+            return Subscriber::connect(address, &[""], SILENCE).await.map(Socket::Connected);
         };
-        match timeout(CONNECT * 2, opened).await {
-            Ok(Ok(())) => Ok(socket),
-            Ok(Err(error)) => Err(error.to_string()),
-            Err(_) => Err(format!("no answer in {CONNECT:?}")),
+        // Its parser has seen a number there.
+        let bound = Collector::bind((Ipv4Addr::UNSPECIFIED, port.parse().ok()?).into(), self.cluster.metrics.clone());
+        match bound.await {
+            Ok(collector) => Some(Socket::Bound(collector)),
+            Err(error) => {
+                if !std::mem::replace(&mut self.unbound, true) {
+                    tracing::warn!(worker = %self.server.name, address, %error, "cannot listen for KV events; trying again");
+                }
+                None
+            }
         }
     }
 
     /// Reads one socket until it is no good any more.
-    async fn read(&mut self, mut socket: SubSocket) {
-        let bound = self.source.is_bound_here();
+    async fn read(&mut self, mut socket: Socket) {
         let server = self.server.clone();
         loop {
             let received = tokio::select! {
-                received = timeout(SILENCE, socket.recv()) => received,
+                received = socket.next() => received,
                 // It is another process now, or the same one that could not be reached.
-                () = server.revived.notified() => match bound {
-                    true => {
+                () = server.revived.notified() => match socket {
+                    Socket::Bound(_) => {
                         self.recover(self.cursor.next()).await;
                         continue;
                     }
-                    false => return,
+                    Socket::Connected(_) => return,
                 },
             };
             match received {
-                Ok(Ok(message)) => self.live(&message.into_vec()).await,
-                // The engine dials again by itself.
-                Ok(Err(_)) | Err(_) if bound => {}
-                Ok(Err(_)) | Err(_) => return,
+                Ok(parts) => self.live(&parts).await,
+                Err(error) => {
+                    if let ZmtpError::TooLarge(_) = error {
+                        self.refuse("too large");
+                    }
+                    return tracing::debug!(worker = %self.server.name, %error, "the subscription to KV events ended");
+                }
             }
         }
     }

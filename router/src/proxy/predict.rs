@@ -2,7 +2,7 @@
 //! sent to a server is taken to be in its cache for a while.
 
 use kv_hashing::BlockHash;
-use kv_index::{Overlaps, TierBlocks, WorkerRank};
+use kv_index::{Overlaps, PooledRun, TierBlocks, WorkerRank};
 use routing::{Decision, Mode};
 
 use super::Proxy;
@@ -54,7 +54,8 @@ fn by_server(overlaps: Overlaps) -> Overlaps {
             None => best.push((WorkerRank { worker, dp_rank: 0 }, blocks)),
         }
     }
-    best.into_iter().collect()
+    let pooled = overlaps.pooled().iter().map(|run| PooledRun { rank: WorkerRank { dp_rank: 0, ..run.rank }, ..*run });
+    Overlaps::new(best, pooled.collect())
 }
 
 #[cfg(test)]

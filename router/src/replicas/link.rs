@@ -19,7 +19,7 @@ use tokio::time::sleep;
 use super::hub::{Body, Message};
 use super::metrics::ReplicaMetrics;
 use super::wire;
-use crate::subscriber::{PAUSE, Subscriber};
+use crate::zmtp::{PAUSE, Subscriber, ZmtpError};
 
 /// A router says four times a second how it is: after eight missed messages the socket is rebuilt.
 const SILENCE: Duration = Duration::from_secs(2);
@@ -73,13 +73,21 @@ async fn read(
     out: &mpsc::Sender<Heard>,
     metrics: &ReplicaMetrics,
 ) -> Result<(), Ended> {
-    while let Some(parts) = subscriber.next().await {
-        match message_of(&parts, metrics) {
-            Ok(message) => out.send((address.clone(), message)).await.map_err(|_| Ended)?,
-            Err(reason) => metrics.refuse(reason),
+    loop {
+        match subscriber.next().await {
+            Ok(parts) => match message_of(&parts, metrics) {
+                Ok(message) => out.send((address.clone(), message)).await.map_err(|_| Ended)?,
+                Err(reason) => metrics.refuse(reason),
+            },
+            Err(error) => {
+                if let ZmtpError::TooLarge(_) = error {
+                    metrics.refuse("too large");
+                }
+                tracing::debug!(%address, %error, "the subscription to another router ended");
+                return Ok(());
+            }
         }
     }
-    Ok(())
 }
 
 /// Reads topic, publisher id, sequence and envelope. The error is the label under which it is counted.

@@ -8,6 +8,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
 use crate::metrics::ReasonLabels;
+use crate::zmtp::PublisherCounters;
 
 /// What was told and heard.
 #[derive(Default)]
@@ -32,6 +33,8 @@ pub struct ReplicaMetrics {
     pub requests: Gauge,
     /// How full the queue of own events is, 0 to 1.
     pub queue: Gauge<f64, AtomicU64>,
+    /// What readers of this router did not get.
+    pub(crate) socket: PublisherCounters,
 }
 
 impl ReplicaMetrics {
@@ -60,6 +63,16 @@ impl ReplicaMetrics {
         );
         registry.register("peers", "Other routers heard from", metrics.peers.clone());
         registry.register("requests", "Requests of other routers counted in the load", metrics.requests.clone());
+        registry.register(
+            "messages_dropped",
+            "Messages to another router that were dropped because too many bytes wait for it",
+            metrics.socket.dropped.clone(),
+        );
+        registry.register(
+            "readers_refused",
+            "Connections to --sync-port that were turned away because there are too many",
+            metrics.socket.refused.clone(),
+        );
         registry.register("send_queue_ratio", "How full the queue of own load events is", metrics.queue.clone());
         metrics
     }

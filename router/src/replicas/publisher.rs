@@ -1,9 +1,7 @@
 //! The socket that other routers read from: sends own events as they come, a status four times a second, and snapshots.
 //!
-//! A PUB socket never waits: it drops messages for a reader that is 100,000 of them behind. A reader whose machine is gone
-//! would keep those in memory until TCP gives up; so the kernel is told to give up within [`UNREAD`].
+//! The socket never waits for a reader: what does not fit into the bytes that may wait for one is dropped, and shows as a gap.
 
-use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -13,9 +11,9 @@ use protocol::event_plane::{Envelope, encode_envelope};
 use protocol::replica_sync::{MAX_BATCH_EVENTS, SnapshotRequest};
 use routing::{ReplicaEvent, RouterId};
 use socket2::{Domain, Protocol, Socket as TcpSocket, Type};
+use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval, interval_at, timeout_at};
-use zeromq::{Endpoint, PubSocket, Socket, SocketSend, ZmqMessage};
 
 use super::feed::{Feed, Outgoing};
 use super::hub::Ask;
@@ -23,15 +21,13 @@ use super::metrics::ReplicaMetrics;
 use super::options::ReplicaSettings;
 use super::{Load, ReplicaError, outbox};
 use crate::metrics::ReasonLabels;
+use crate::zmtp;
 
 /// How often the status is sent at least: readers measure silence by it.
 const STATUS: Duration = Duration::from_millis(250);
 
 /// How long the first event of a message waits for more. Below it a message costs more than the event is worth.
 const LINGER: Duration = Duration::from_millis(1);
-
-/// Data that a reader has not taken for so long ends its connection.
-const UNREAD: Duration = Duration::from_secs(10);
 
 /// Connections waiting to be accepted.
 const BACKLOG: i32 = 128;
@@ -50,7 +46,7 @@ pub(super) struct Inbox {
 
 /// The bound socket.
 pub(super) struct Publisher {
-    socket: PubSocket,
+    socket: zmtp::Publisher,
     port: u16,
     own: RouterId,
     metrics: Arc<ReplicaMetrics>,
@@ -65,12 +61,9 @@ impl Publisher {
         let address = settings.bind;
         let refused = |reason: String| ReplicaError::Listen { address: address.to_string(), reason };
         let listener = listen(address).map_err(|error| refused(error.to_string()))?;
-        let mut socket = PubSocket::new();
-        match socket.bind_listener(listener).await {
-            Ok(Endpoint::Tcp(_, port)) => Ok(Self { socket, port, own, metrics }),
-            Ok(other) => Err(refused(format!("unexpected address {other}"))),
-            Err(error) => Err(refused(error.to_string())),
-        }
+        let port = listener.local_addr().map_err(|error| refused(error.to_string()))?.port();
+        let socket = zmtp::Publisher::new(listener, metrics.socket.clone());
+        Ok(Self { socket, port, own, metrics })
     }
 
     /// The port it listens on.
@@ -134,26 +127,20 @@ impl Publisher {
     async fn status(&mut self, feed: &mut Feed, wants: &mut watch::Receiver<Vec<SnapshotRequest>>) {
         let wants = wants.borrow_and_update().clone();
         let message = feed.status(wants);
-        self.send(message).await;
+        self.send(message);
     }
 
     async fn send_all(&mut self, messages: Vec<Outgoing>) {
         for message in messages {
-            self.send(message).await;
-            // The library's own task empties the queue that this fills.
+            self.send(message);
+            // Readers' tasks empty the queues that this fills.
             tokio::task::yield_now().await;
         }
     }
 
-    /// Never waits for a reader; without any, the message is dropped.
-    async fn send(&mut self, message: Outgoing) {
+    fn send(&self, message: Outgoing) {
         let published_at = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_millis() as u64);
-        let frames = VecDeque::from(frames(self.own, published_at, message));
-        // It has four parts.
-        let Ok(message) = ZmqMessage::try_from(frames) else { return };
-        if let Err(error) = self.socket.send(message).await {
-            tracing::warn!(%error, "message to other routers not sent");
-        }
+        self.socket.send(&frames(self.own, published_at, message));
     }
 }
 
@@ -170,13 +157,12 @@ pub(super) fn frames(own: RouterId, published_at: u64, message: Outgoing) -> [By
     ]
 }
 
-/// A listener whose connections end when their data is not taken; accepted sockets have the options of their listener.
-fn listen(address: SocketAddr) -> std::io::Result<std::net::TcpListener> {
+/// A listener at an address that a router before may have had a moment ago.
+fn listen(address: SocketAddr) -> std::io::Result<TcpListener> {
     let socket = TcpSocket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_reuse_address(true)?;
-    #[cfg(target_os = "linux")]
-    socket.set_tcp_user_timeout(Some(UNREAD))?;
     socket.bind(&address.into())?;
     socket.listen(BACKLOG)?;
-    Ok(socket.into())
+    socket.set_nonblocking(true)?;
+    TcpListener::from_std(socket.into())
 }

@@ -17,7 +17,9 @@ use tokio_util::sync::CancellationToken;
 use super::models::ModelKey;
 use super::trouble::{Silence, Trouble};
 use crate::discovery::WorkerSpec;
+use crate::dispatch::booking::Placement;
 use crate::index::Indexer;
+use crate::ingest::load::LoadFeed;
 use crate::ingest::{self, Feed};
 use crate::metrics::CoreMetrics;
 use crate::request_plane::{Client, Target};
@@ -80,11 +82,11 @@ impl Life {
         })
     }
 
-    /// Starts following its KV events, if it publishes any that can be of use.
-    pub(super) fn follow_events(&self, index: &Arc<Indexer>, metrics: &Arc<CoreMetrics>) {
+    /// Starts following its KV events, if it publishes any that can be of use, and its load.
+    pub(super) fn follow_events(&self, index: &Arc<Indexer>, placement: &Arc<Placement>, metrics: &Arc<CoreMetrics>) {
         let spec = self.spec();
         if self.hashes_differ {
-            return;
+            return self.follow_load(placement, metrics);
         }
         let Some(events) = spec.events.clone() else { return };
         ingest::start(Feed {
@@ -98,8 +100,23 @@ impl Life {
             events,
             client: self.client.clone(),
             index: index.clone(),
+            placement: placement.clone(),
             metrics: metrics.clone(),
             stop: self.stop_events.lock().clone(),
+        });
+    }
+
+    /// Starts following what it says of its load, without its KV events.
+    pub(super) fn follow_load(&self, placement: &Arc<Placement>, metrics: &Arc<CoreMetrics>) {
+        let Some(events) = self.spec().events.clone() else { return };
+        ingest::load::follow(LoadFeed {
+            worker: self.worker_id(),
+            ranks: self.ranks(),
+            events,
+            client: self.client.clone(),
+            placement: placement.clone(),
+            metrics: metrics.clone(),
+            stop: self.stop.clone(),
         });
     }
 
@@ -113,7 +130,7 @@ impl Life {
     }
 
     /// Starts a fresh feed if the last one was stopped: the events are of use after all.
-    pub(super) fn resume_events(&self, index: &Arc<Indexer>, metrics: &Arc<CoreMetrics>) {
+    pub(super) fn resume_events(&self, index: &Arc<Indexer>, placement: &Arc<Placement>, metrics: &Arc<CoreMetrics>) {
         {
             let mut stop_events = self.stop_events.lock();
             if !stop_events.is_cancelled() || self.stop.is_cancelled() {
@@ -123,7 +140,7 @@ impl Life {
         }
         self.unexpected.store(0, Ordering::Relaxed);
         self.hash_mismatch.store(false, Ordering::Relaxed);
-        self.follow_events(index, metrics);
+        self.follow_events(index, placement, metrics);
     }
 
     /// Nothing new goes there. Open streams may end.
@@ -223,6 +240,16 @@ impl Life {
 
     pub(super) fn is_draining(&self) -> bool {
         self.client.is_draining() || self.spec.load().card.armature.as_ref().is_some_and(|card| card.draining)
+    }
+
+    /// Whether a request could go to it now.
+    pub(super) fn is_routable(&self) -> bool {
+        !self.is_draining() && !self.client.is_down()
+    }
+
+    /// Whether there was a connection to it at any time.
+    pub(super) fn was_reached(&self) -> bool {
+        self.client.was_up()
     }
 
     fn ranks(&self) -> u32 {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::{BoxFuture, FutureExt};
+use protocol::kv_event::StorageTier;
 use protocol::request_plane::Generate;
 use router::backend::{Backend, DispatchError, RouteOptions, Routed, RoutingHints};
 use router::dispatch::Dispatcher;
@@ -49,9 +50,8 @@ async fn a_prefill_worker_gets_no_whole_request() {
     let cluster = Cluster::start(Mode::RoundRobin).await;
     let decode = cluster.worker_of(Life { card: json!({"worker_type": "decode"}), ..Life::new("d") }).await;
     let prefill = cluster.worker_of(Life { card: json!({"worker_type": "prefill"}), ..Life::new("p") }).await;
-    for _ in 0..3 {
-        assert_eq!(chosen(&cluster, RoutingHints::default()).await, Ok(id(&decode)));
-    }
+    let whole = cluster.generate_pinned(&prompt(1, 1), id(&decode)).await.expect("routed");
+    assert_eq!(whole.worker_id, id(&decode), "who names a worker means the one that answers");
     assert!(prefill.prompts().is_empty());
     let pinned = cluster.generate_pinned(&prompt(1, 1), id(&prefill)).await.err();
     assert_eq!(pinned, Some(DispatchError::UnknownWorker(id(&prefill))));
@@ -274,4 +274,31 @@ async fn what_can_never_be_placed_does_not_wait() {
     let _waiting = send(&cluster, 1, 2, RoutingHints::default());
     until_waiting(&cluster, 1.0).await;
     assert_eq!(cluster.generate_pinned(&prompt(2, 1), 12345).await.err(), Some(DispatchError::UnknownWorker(12345)));
+}
+
+#[tokio::test]
+async fn what_one_worker_put_into_a_shared_pool_lowers_the_cost_of_the_others() {
+    let cluster = Cluster::with(|settings| settings.selection.selector.cost.shared_cache_multiplier = 0.5).await;
+    let (a, b) = (cluster.worker("a").await, cluster.worker("b").await);
+    let other = cluster.worker_of(Life { card: json!({"display_name": "other"}), ..Life::new("other") }).await;
+    b.store(&prompt(1, 2));
+    cluster.until_equal(&b).await;
+    let row = |worker: &Worker, model: &str| {
+        let request = Generate { model: model.into(), token_ids: prompt(1, 8), ..Generate::default() };
+        let explained = cluster.backend().explain(&request, &RouteOptions::default()).expect("a model");
+        let found = explained.candidates.iter().find(|row| row.rank == rank(worker));
+        found.map(|row| (row.overlap, row.shared_beyond, row.cost)).expect("every worker is shown")
+    };
+    let alone = row(&b, MODEL);
+    assert_eq!((alone.0.device, alone.1, alone.2), (2, 0, 8.0 - 2.0 + 8.0));
+    a.store_in(StorageTier::External);
+    a.store(&prompt(1, 6));
+    cluster.until("its events are in", || cluster.indexed(&a).shared == 6).await;
+    let (overlap, beyond, cost) = row(&b, MODEL);
+    assert_eq!((overlap, beyond), (alone.0, 4), "blocks beyond its own");
+    assert_eq!(cost, alone.2 - 0.5 * 4.0);
+    assert_eq!(row(&a, MODEL).1, 6);
+    assert_eq!((row(&other, "other").1, row(&other, "other").2), (0, 16.0), "another model's blocks are others");
+    a.unregister(cluster.directory.path());
+    cluster.until("what it told is void", || row(&b, MODEL).1 == 0).await;
 }

@@ -16,9 +16,9 @@ use protocol::event_plane::{self, ActiveLoad, Envelope, KV_EVENTS, KV_METRICS};
 use protocol::kv_event as wire;
 use protocol::metadata::{self, REQUEST_CODEC, artifact, artifact_digest, entry_key};
 use protocol::request_plane::{
-    ArtifactChunk, ClientFrame, Draining, ErrorCode, Failed, FinishReason, Finished, KvAnswer, KvBlock, KvQuery,
-    KvSample, KvSampled, Output, Pong, ServerFrame, Welcome, client_frame, decode_frame, encode_frame, kv_answer::Kind,
-    server_frame::Body,
+    ArtifactChunk, ClientFrame, Draining, ErrorCode, Failed, FinishReason, Finished, Generate, KvAnswer, KvBlock,
+    KvQuery, KvSample, KvSampled, Output, Pong, ServerFrame, Welcome, client_frame, decode_frame, encode_frame,
+    kv_answer::Kind, server_frame::Body,
 };
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -63,15 +63,21 @@ impl Life {
     }
 }
 
-/// How requests are answered.
+/// How requests are answered. The n-th token of an answer is `n`, whoever generated those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Behaviour {
-    /// Three tokens and the end.
+    /// Three tokens in all, and the end; where only the prompt is wanted, the first one, and what is to be told the next worker.
     Answer,
+    /// One token, and the end of the answer.
+    EndAtFirst,
     /// A refusal.
     Refuse(ErrorCode),
     /// One token, then the connection is closed.
     DieAfterFirst,
+    /// All tokens, but the connection is closed before the end is told.
+    DieBeforeEnd,
+    /// One token, then a failure.
+    FailAfterFirst(ErrorCode),
     /// The connection is closed instead of an answer.
     DieAtOnce,
     /// One token, then nothing.
@@ -99,10 +105,16 @@ struct State {
     behaviour: Behaviour,
     fates: VecDeque<Fate>,
     late: Vec<Arc<KvEvent>>,
-    prompts: Vec<Vec<u32>>,
+    requests: Vec<Generate>,
     greet_as: Option<Life>,
+    /// Whether it keeps the blocks of prompts that it computes for others.
+    keeps: bool,
     /// Where its events say that blocks are.
     tier: wire::StorageTier,
+    /// What its heartbeats say of its load.
+    load: ActiveLoad,
+    /// It takes frames and answers none.
+    stuck: bool,
 }
 
 pub struct Worker {
@@ -135,9 +147,12 @@ impl Worker {
             behaviour: Behaviour::Answer,
             fates: VecDeque::new(),
             late: Vec::new(),
-            prompts: Vec::new(),
+            requests: Vec::new(),
             greet_as: None,
+            keeps: true,
             tier: wire::StorageTier::Device,
+            load: ActiveLoad::default(),
+            stuck: false,
         }));
         let holding = watch::Sender::new(false);
         let stop = CancellationToken::new();
@@ -226,9 +241,19 @@ impl Worker {
         self.state.lock().behaviour = behaviour;
     }
 
+    /// From now on has no room for blocks of prompts that it computes for others.
+    pub fn keep_nothing(&self) {
+        self.state.lock().keeps = false;
+    }
+
     /// From now on answers as if another worker had taken over the address.
     pub fn greet_as(&self, other: Life) {
         self.state.lock().greet_as = Some(other);
+    }
+
+    /// From now on takes what is sent to it, and answers nothing.
+    pub fn get_stuck(&self) {
+        self.state.lock().stuck = true;
     }
 
     /// What happens to the next event messages.
@@ -236,9 +261,14 @@ impl Worker {
         self.state.lock().fates.extend(fates);
     }
 
-    /// Prompts received, in order.
+    /// Requests received, in order.
+    pub fn requests(&self) -> Vec<Generate> {
+        self.state.lock().requests.clone()
+    }
+
+    /// Their tokens.
     pub fn prompts(&self) -> Vec<Vec<u32>> {
-        self.state.lock().prompts.clone()
+        self.requests().into_iter().map(|request| request.token_ids).collect()
     }
 
     /// Holds the blocks of `tokens` that it does not hold yet, and says so.
@@ -258,6 +288,11 @@ impl Worker {
     /// Where its events say that blocks are from now on.
     pub fn store_in(&self, tier: wire::StorageTier) {
         self.state.lock().tier = tier;
+    }
+
+    /// What its heartbeats say of its load from now on.
+    pub fn report(&self, load: ActiveLoad) {
+        self.state.lock().load = load;
     }
 
     /// Holds a sequence of so many blocks without saying so: a router learns of them by a dump.
@@ -331,8 +366,11 @@ async fn publisher(
                 }
             }
             _ = heartbeat.tick() => {
-                let last_event_id = state.lock().indexer.last_id();
-                let load = ActiveLoad { worker_id: life.instance_id, last_event_id, ..ActiveLoad::default() };
+                let load = {
+                    let state = state.lock();
+                    let last_event_id = state.indexer.last_id();
+                    ActiveLoad { worker_id: life.instance_id, last_event_id, ..state.load.clone() }
+                };
                 send(&mut socket, &life, KV_METRICS, 0, event_plane::encode_load(&load)).await;
             }
         }
@@ -443,6 +481,9 @@ impl Connection {
     /// False when the connection ends here.
     fn handle(&mut self, frame: ClientFrame) -> bool {
         let id = frame.stream_id;
+        if self.state.lock().stuck {
+            return true;
+        }
         match frame.body.expect("a body") {
             client_frame::Body::Hello(hello) => {
                 let life = self.state.lock().greet_as.clone().unwrap_or_else(|| self.life.clone());
@@ -470,7 +511,7 @@ impl Connection {
             client_frame::Body::KvSample(sample) => self.answer_sample(id, &sample),
             client_frame::Body::KvQuery(query) if *self.holding.borrow() => self.held.push((id, query)),
             client_frame::Body::KvQuery(query) => self.answer_query(id, query.start, query.end),
-            client_frame::Body::Generate(generate) => return self.generate(id, generate.token_ids),
+            client_frame::Body::Generate(generate) => return self.generate(id, generate),
         }
         true
     }
@@ -507,14 +548,17 @@ impl Connection {
         self.put(id, Body::KvSampled(KvSampled { held, drawn, last_event_id }));
     }
 
-    fn generate(&mut self, id: u64, tokens: Vec<u32>) -> bool {
-        let prompt_blocks = tokens.len() as u32 / BLOCK;
+    fn generate(&mut self, id: u64, request: Generate) -> bool {
+        let (prompt_blocks, generated) = (request.token_ids.len() as u32 / BLOCK, request.generated);
+        let prompt_tokens = request.token_ids.len() as u32 - generated;
+        let prefill_only = request.prefill_only;
         let behaviour = {
             let mut state = self.state.lock();
-            state.prompts.push(tokens.clone());
+            state.requests.push(request);
             state.behaviour
         };
-        let output = |token, first| {
+        let output = |token| {
+            let first = token == generated + 1;
             let prompt_blocks = if first { prompt_blocks } else { 0 };
             Body::Output(Output { token_ids: vec![token], first, prompt_blocks, ..Output::default() })
         };
@@ -527,17 +571,47 @@ impl Connection {
                 self.fail(id, code, "not now");
             }
             Behaviour::DieAfterFirst => {
-                self.put(id, output(1, true));
+                self.put(id, output(generated + 1));
                 return false;
             }
-            Behaviour::Stall => self.put(id, output(1, true)),
+            Behaviour::FailAfterFirst(code) => {
+                self.put(id, output(generated + 1));
+                self.fail(id, code, "no more");
+            }
+            Behaviour::EndAtFirst => {
+                self.put(id, output(generated + 1));
+                let reason = FinishReason::Eos.into();
+                let completion_tokens = generated + 1;
+                let end = Finished { reason, prompt_tokens, completion_tokens, ..Finished::default() };
+                self.put(id, Body::Finished(end));
+            }
+            Behaviour::Answer if prefill_only => {
+                self.put(id, output(generated + 1));
+                let disaggregated_params = self.state.lock().keeps.then(|| format!("kept by {}", self.life.name));
+                self.put(
+                    id,
+                    Body::Finished(Finished {
+                        prompt_tokens,
+                        completion_tokens: generated + 1,
+                        disaggregated_params: disaggregated_params.unwrap_or_default(),
+                        ..Finished::default()
+                    }),
+                );
+            }
+            Behaviour::Stall => self.put(id, output(generated + 1)),
             Behaviour::Silence => {}
-            Behaviour::Answer => {
-                for token in 1..=3 {
-                    self.put(id, output(token, token == 1));
+            Behaviour::DieBeforeEnd | Behaviour::Answer => {
+                for token in generated + 1..=3 {
+                    self.put(id, output(token));
+                }
+                if behaviour == Behaviour::DieBeforeEnd {
+                    return false;
                 }
                 let reason = FinishReason::Length.into();
-                self.put(id, Body::Finished(Finished { reason, completion_tokens: 3, ..Finished::default() }));
+                self.put(
+                    id,
+                    Body::Finished(Finished { reason, prompt_tokens, completion_tokens: 3, ..Finished::default() }),
+                );
             }
         }
         true

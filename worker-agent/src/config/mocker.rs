@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use super::{Config, ConfigError, DiscoveryBackend};
+use super::{Config, ConfigError, DiscoveryBackend, TransferConfig};
 use crate::engine::mocker::MockerOptions;
 use crate::engine::mocker::timing::{Profile, TimingModel};
 
@@ -43,7 +43,7 @@ pub struct MockerConfig {
 
 /// Speed-ups between these keep every wait within what a timer can do.
 const SPEEDUPS: std::ops::RangeInclusive<f64> = 1e-3..=1e6;
-/// Most workers of a process: each has three ports.
+/// Most workers of a process: each has four ports.
 const MAX_WORKERS: usize = 10_000;
 
 impl MockerConfig {
@@ -114,6 +114,7 @@ impl Config {
             port: 0,
             event_port: 0,
             admin_port: 0,
+            transfer: TransferConfig { transfer_port: Some(0), ..self.transfer.clone() },
             ..self.clone()
         };
         Ok((0..count).map(one).collect())

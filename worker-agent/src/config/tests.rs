@@ -32,6 +32,7 @@ fn the_defaults_follow_role_and_host() {
     let settings = with(&["--role", "prefill", "--host", "10.0.0.7", "--labels", "zone=a,gpu=h200"]).expect("valid");
     assert_eq!((settings.component.as_str(), settings.bind.admin.to_string().as_str()), ("prefill", "0.0.0.0:9090"));
     assert_eq!(settings.labels["gpu"], "h200");
+    assert_eq!(settings.bind.transfer.port(), 0, "file discovery: several workers share a machine");
     assert_eq!(with(&["--host", "fd00::7"]).expect("valid").bind.request.to_string(), "[::]:9000");
 }
 
@@ -49,6 +50,9 @@ fn each_wrong_value_gets_one_line_that_names_it() {
             "--host \"pod:9000\": must be a host or address that routers can connect to, without a port",
         ),
         (&["--event-port", "9000"], "--event-port \"9000\": is another port of this worker already"),
+        (&["--transfer-port", "9001"], "--transfer-port \"9001\": is another port of this worker already"),
+        (&["--kv-lease-secs", "0"], "--kv-lease-secs \"0\": must be from 1 to 3600"),
+        (&["--kv-transfer-timeout-ms", "0"], "--kv-transfer-timeout-ms \"0\": must be from 1 to 3600000"),
         (&["--labels", "zone"], "--labels \"zone\": must be key=value"),
         (&["--component", "../x"], "--component \"../x\": must be 1 to 253 letters"),
         (&["--max-num-batched-tokens", "8"], "--max-num-batched-tokens \"8\": must be at least --max-num-seqs"),
@@ -73,6 +77,7 @@ fn discovery_needs_its_own_settings_and_no_others() {
     let settings = more(&["--pod-uid", "u", "--pod-namespace", "n"]).expect("valid");
     let pod = Pod { name: "p".into(), namespace: "n".into(), uid: "u".into() };
     assert_eq!(settings.discovery, Discovery::Kubernetes(pod));
+    assert_eq!(settings.bind.transfer.port(), 9002, "a pod has its ports for itself");
     let error = parse(&["worker", "--name", "p", "--discovery-backend", "file"]).expect_err("no directory");
     assert_eq!(error, "--discovery-backend file needs --discovery-dir");
 }

@@ -1,14 +1,18 @@
 //! The built-in engine: Llama-family GGUF models on the CPU, with a paged KV arena and continuous batching.
 //!
-//! Four rooms: the model's numerics (`gguf`, `quant`, `kernels`, `llama`), where KV lives (`arena`), what runs next
-//! (`pool`, `scheduler`) and which token comes out (`sampling`). The scheduler sees the numerics only through [`Forward`];
+//! Five rooms: the model's numerics (`gguf`, `quant`, `kernels`, `llama`), where KV lives (`arena`), what runs next
+//! (`pool`, `scheduler`), which token comes out (`sampling`), and blocks that go to and come from other engines
+//! (`exchange`). The scheduler sees the numerics only through [`Forward`];
 //! the mocker is the same engine with another [`Forward`].
 
 use std::sync::Arc;
 
 use kv_hashing::SequenceHash;
 
+use arena::KvArena;
+
 pub mod arena;
+pub mod exchange;
 pub mod gguf;
 mod kernels;
 pub mod llama;
@@ -83,6 +87,15 @@ pub trait NextToken: Send + Sync + std::fmt::Debug {
     fn next(&self, context: Context<'_>, masked: &[u32]) -> u32;
 }
 
+/// The KV blocks of a forward pass, for those that move them.
+#[derive(Clone, Debug)]
+pub struct Kv {
+    /// The blocks.
+    pub arena: Arc<KvArena>,
+    /// Names the weights that the blocks were computed with.
+    pub model: u64,
+}
+
 /// The numerics of a model together with the KV arena it writes to.
 pub trait Forward: Send {
     /// Size of the vocabulary, in tokens: the length of one row of logits.
@@ -90,6 +103,11 @@ pub trait Forward: Send {
 
     /// What chooses tokens, where the pass has no logits and appends none. Most have: then samplers choose.
     fn next_token(&self) -> Option<Arc<dyn NextToken>> {
+        None
+    }
+
+    /// Where its KV blocks are; `None` when they cannot be moved.
+    fn kv(&self) -> Option<Kv> {
         None
     }
 

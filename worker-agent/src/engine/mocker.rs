@@ -10,6 +10,8 @@ use std::sync::Arc;
 use kv_hashing::BlockSize;
 
 use super::EngineInfo;
+use super::builtin::Kv;
+use super::builtin::arena::{KvArena, KvShape};
 use super::builtin::gguf::Gguf;
 use super::builtin::llama::LoadError;
 use super::builtin::open::{OpenError, OpenOptions};
@@ -27,6 +29,9 @@ pub mod timing;
 use pace::{Paced, Pacer, SystemClock};
 use text::PlainText;
 use timing::TimingModel;
+
+/// Names what mockers compute: nothing, so that all are alike.
+const MODEL: u64 = 0;
 
 /// What a mocker imitates.
 #[derive(Clone, Copy, Debug)]
@@ -86,6 +91,15 @@ fn start(
     options: MockerOptions,
 ) -> Result<BuiltIn, StartError> {
     let pacer = Pacer::new(SystemClock::default(), options.speedup_ratio);
-    let forward = Paced::new(options.timing, pacer, vocabulary.token_bytes.len(), text);
+    let kv = kv(&config);
+    let forward = Paced::new(options.timing, pacer, vocabulary.token_bytes.len(), text).with_kv(kv);
     BuiltIn::start(forward, config, vocabulary)
+}
+
+/// Blocks of a kilobyte or more that nobody computes: they are moved between mockers as a model's are between its workers, in
+/// less time. None where the sizes are no arena's; then nothing is moved.
+fn kv(config: &SchedulerConfig) -> Option<Kv> {
+    let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 16, block_size: config.engine.block_size.get() };
+    let arena = Arc::new(KvArena::new(shape, config.engine.total_blocks).ok()?);
+    Some(Kv { arena, model: MODEL })
 }

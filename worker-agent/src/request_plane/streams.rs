@@ -21,7 +21,7 @@ use protocol::request_plane::{
 use tokio::sync::mpsc;
 
 use crate::drain::Admitted;
-use crate::engine::{EngineOutput, Finish};
+use crate::engine::{EngineOutput, Finish, Prefilled};
 use crate::metrics::{Ending, Metrics, observe};
 
 /// Output frames a stream may send before it needs credit.
@@ -229,6 +229,7 @@ impl Stream {
                 None
             }
             Some(EngineOutput::Finished(finish)) => Some(Body::Finished(self.account.finish(finish))),
+            Some(EngineOutput::Prefilled(prefilled)) => Some(Body::Finished(self.account.hand_over(prefilled))),
             Some(EngineOutput::Failed(message)) => Some(self.fail(Ending::failed, message)),
             None => Some(self.fail(Ending::failed, "the engine gave the request up".into())),
         }
@@ -275,6 +276,23 @@ impl Account {
             reused_tokens: finish.reused_tokens as u32,
             stop_string: finish.stop_string.unwrap_or_default(),
             stop_token: finish.stop_token.unwrap_or_default(),
+            disaggregated_params: String::new(),
+        }
+    }
+
+    /// The end of this worker's part: there is no reason, since the answer has not ended.
+    fn hand_over(&mut self, prefilled: Prefilled) -> Finished {
+        self.end(Ending::prefilled);
+        self.metrics.prompt_tokens.inc_by(prefilled.prompt_tokens as u64);
+        self.metrics.reused_tokens.inc_by(prefilled.reused_tokens as u64);
+        Finished {
+            reason: FinishReason::Unspecified.into(),
+            prompt_tokens: prefilled.prompt_tokens as u32,
+            completion_tokens: prefilled.completion_tokens as u32,
+            reused_tokens: prefilled.reused_tokens as u32,
+            stop_string: String::new(),
+            stop_token: 0,
+            disaggregated_params: prefilled.disaggregated_params.unwrap_or_default(),
         }
     }
 

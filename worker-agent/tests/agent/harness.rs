@@ -122,7 +122,10 @@ pub fn config(dir: &std::path::Path, more: &[&str]) -> Config {
     Cli::parse_from([&base[..], &ports, more].concat()).config
 }
 
-pub fn engine() -> (Arc<ScriptedEngine>, mpsc::UnboundedReceiver<Submission>, mpsc::UnboundedSender<ArenaEvent>) {
+/// A scripted engine, what reaches it, and its events.
+type Scripted = (Arc<ScriptedEngine>, mpsc::UnboundedReceiver<Submission>, mpsc::UnboundedSender<ArenaEvent>);
+
+pub fn engine() -> Scripted {
     let (submissions, submitted) = mpsc::unbounded_channel();
     let (events, receiver) = mpsc::unbounded_channel();
     let engine = ScriptedEngine {
@@ -161,13 +164,22 @@ pub struct Worker {
 
 impl Worker {
     pub async fn start(more: &[&str]) -> Self {
+        let scripted = engine();
+        Self::around(scripted.0.clone(), scripted, more).await
+    }
+
+    /// An agent around an engine that does what it does; nobody asks the scripted one.
+    pub async fn with_engine(real: Arc<dyn Engine>, more: &[&str]) -> Self {
+        Self::around(real, engine(), more).await
+    }
+
+    async fn around(runs: Arc<dyn Engine>, (engine, submitted, events): Scripted, more: &[&str]) -> Self {
         let dir = tempfile::tempdir().expect("a temporary directory");
         let config = config(dir.path(), more);
-        let (engine, submitted, events) = engine();
         let listeners = Listeners::bind(&config.settings().expect("valid")).await.expect("free ports");
         let admin = listeners.admin.local_addr().expect("bound");
         let shutdown = CancellationToken::new();
-        let running = tokio::spawn(run(config, engine.clone(), model(), listeners, shutdown.clone()));
+        let running = tokio::spawn(run(config, runs, model(), listeners, shutdown.clone()));
         let worker = Self { engine, submitted, events, admin, shutdown, running, dir };
         until("registration", || worker.metadata()).await;
         worker

@@ -3,12 +3,38 @@
 use std::collections::HashMap;
 
 use protocol::request_plane::{
-    ArtifactGet, ErrorCode, FinishReason, KvQuery, ServerFrame, client_frame, server_frame::Body,
+    ArtifactGet, ErrorCode, FinishReason, Generate, KvQuery, ServerFrame, client_frame, server_frame::Body,
 };
-use worker_agent::engine::{EngineOutput, SubmitError};
+use worker_agent::engine::{EngineOutput, Prefilled, SubmitError};
 
 use crate::events::{chain, store};
 use crate::harness::*;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_end_of_prefill_has_no_reason_and_says_where_the_blocks_are() {
+    let mut worker = Worker::start(&[]).await;
+    let mut router = worker.router().await;
+    router.send(1, client_frame::Body::Generate(Generate { prefill_only: true, ..request(1) })).await;
+    let submission = worker.next_submission().await;
+    assert!(submission.request.prefill_only);
+    submission.first(10);
+    assert_eq!(router.output(1).await.token_ids, [10]);
+    let params = Some("{}".to_owned());
+    let prefilled =
+        Prefilled { prompt_tokens: 3, completion_tokens: 1, reused_tokens: 2, disaggregated_params: params };
+    submission.outputs.send(EngineOutput::Prefilled(prefilled)).expect("the stream is open");
+    match router.recv().await.body {
+        Some(Body::Finished(finished)) => {
+            assert_eq!(finished.reason(), FinishReason::Unspecified);
+            assert_eq!((finished.prompt_tokens, finished.completion_tokens, finished.reused_tokens), (3, 1, 2));
+            assert_eq!(finished.disaggregated_params, "{}");
+        }
+        other => panic!("not Finished: {other:?}"),
+    }
+    let metrics = worker.get("/metrics").await;
+    assert!(metrics.contains("armature_worker_requests_total{reason=\"prefilled\"} 1"), "{metrics}");
+    worker.stop().await.expect("a clean end");
+}
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tokens_come_in_order_and_end_with_the_reason() {

@@ -21,7 +21,7 @@ impl Slot {
 pub(super) struct SlotMask(Vec<u64>);
 
 impl SlotMask {
-    fn contains(&self, slot: Slot) -> bool {
+    pub(super) fn contains(&self, slot: Slot) -> bool {
         self.0.get(slot.index() / 64).is_some_and(|word| word >> (slot.index() % 64) & 1 == 1)
     }
 
@@ -253,6 +253,15 @@ impl Owners {
                 active.intersect(|i| below.iter().fold(self.device.word(i), |word, set| word | set.word(i)), dropped);
             }
         }
+    }
+
+    /// Slots that have the block in their shared pool.
+    pub(super) fn pooled(&self) -> SlotMask {
+        let mut mask = SlotMask::default();
+        if let Some(below) = &self.below {
+            mask.union(&below[Tier::Shared as usize - 1]);
+        }
+        mask
     }
 
     /// Visits the active slots that hold the block only below the device, with the fastest tier that has it.

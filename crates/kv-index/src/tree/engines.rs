@@ -163,7 +163,7 @@ impl Engines {
     fn find_at(&self, lane: usize, beside: Entry, hash: u64) -> Option<Entry> {
         let segment = beside.segment();
         let used = lane < 8 && self.lanes[segment] >> lane & 1 == 1;
-        (used && self.hashes.line(segment)[lane].load(Relaxed) == hash).then_some(Entry::new(segment, lane))
+        (used && self.hashes.line(segment)[lane].load(Relaxed) == hash).then(|| Entry::new(segment, lane))
     }
 
     /// Where an entry's block is.

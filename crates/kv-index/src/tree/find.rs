@@ -12,6 +12,7 @@ use kv_hashing::{BlockHash, SequenceHash, chain};
 use super::children::{Branch, Key};
 use super::owners::{self, OwnerSet, Slot};
 use super::pause;
+use super::pooled::Pooled;
 use super::roster::Roster;
 use super::run::{MAX_RUN, Place, Run, State, low};
 use super::{Reader, Shared};
@@ -44,6 +45,8 @@ pub struct Matches {
     kept: Vec<u64>,
     /// Masks by slot and tier in one run, where there are lower tiers.
     masks: Vec<[u64; 4]>,
+    /// Blocks in pools that workers share.
+    pooled: Pooled,
 }
 
 impl Matches {
@@ -66,7 +69,7 @@ impl Matches {
 
     /// The same as a value of its own.
     pub fn overlaps(&self) -> Overlaps {
-        self.iter().collect()
+        Overlaps::new(self.iter(), self.pooled.runs(&self.roster))
     }
 
     fn of(&self, slot: Slot) -> TierBlocks {
@@ -81,6 +84,7 @@ impl Matches {
         }
         self.blocks.resize(words * 64, TierBlocks::default());
         self.tiered = false;
+        self.pooled.clear();
     }
 
     /// A slot matched `depth` blocks: those not counted in a lower tier were on the device.
@@ -107,6 +111,11 @@ impl Matches {
 
     fn is_over(&self) -> bool {
         self.active.iter().all(|word| *word == 0)
+    }
+
+    /// Whether no worker could have the block at `position` and all before it.
+    fn is_over_at(&self, position: usize) -> bool {
+        self.is_over() && !self.pooled.reaches(position)
     }
 
     /// A slot with `depth` of a run's `matched` blocks: it is done with, unless that is all of them.
@@ -193,7 +202,11 @@ impl Matches {
     ) {
         self.masks.clear();
         self.masks.resize(self.blocks.len(), [0; 4]);
+        let pooled = &mut self.pooled;
         let mut add = |slot: Slot, tier: Tier, mask: u64| {
+            if tier == Tier::Shared {
+                pooled.add(slot, base, mask & low(matched));
+            }
             if let Some(masks) = self.masks.get_mut(usize::from(slot)) {
                 masks[tier as usize] |= mask;
             }
@@ -380,7 +393,7 @@ impl Reader {
             }
             pause::point();
             link = match rest.get(matched) {
-                Some(&local) if !matches.is_over() => shared.after(&at, matched, local)?,
+                Some(&local) if !matches.is_over_at(base + matched) => shared.after(&at, matched, local)?,
                 _ => None,
             };
             pause::point();
@@ -393,7 +406,7 @@ impl Reader {
         if let Some(at) = last {
             at.run.touch(shared.era.load(Ordering::Relaxed));
         }
-        while !strays.is_empty() && base < prompt.len() && (base == 0 || !matches.is_over()) {
+        while !strays.is_empty() && base < prompt.len() && (base == 0 || !matches.is_over_at(base)) {
             let matched = (prompt.len() - base).min(MAX_RUN);
             let range = |position: &usize| (base..base + matched).contains(position);
             let here: Vec<_> = strays.iter().copied().filter(|(position, _, _)| range(position)).collect();

@@ -145,6 +145,17 @@ pub struct Generate {
     /// 0: none
     #[prost(uint32, tag = "11")]
     pub deadline_ms: u32,
+    /// How many of the last token_ids were generated already, by a worker that could not go on: the answer continues after them,
+    /// as if they had been generated here (penalties, seed, stop strings, limits), and does not repeat them.
+    #[prost(uint32, tag = "12")]
+    pub generated: u32,
+    /// Disaggregated serving. A prefill worker computes the prompt, answers with the first token, and keeps the prompt's blocks for
+    /// whoever brings Finished.disaggregated_params. A decode worker is given those, and fetches the blocks it lacks.
+    #[prost(bool, tag = "13")]
+    pub prefill_only: bool,
+    /// JSON, read by workers only; empty: none
+    #[prost(string, tag = "14")]
+    pub disaggregated_params: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Sampling {
@@ -240,6 +251,9 @@ pub struct Finished {
     /// the one that matched, with reason STOP_TOKEN
     #[prost(uint32, tag = "6")]
     pub stop_token: u32,
+    /// how another worker gets the prompt's blocks, after prefill_only; empty: it cannot
+    #[prost(string, tag = "7")]
+    pub disaggregated_params: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Failed {

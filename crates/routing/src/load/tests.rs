@@ -119,7 +119,7 @@ fn a_worker_that_leaves_takes_its_load_along() {
     let second_rank = WorkerRank { dp_rank: 1, ..rank(1) };
     let gone = [load.book(new(rank(1), prompt(&[1], 0))), load.book(new(second_rank, prompt(&[1], 0)))];
     let stays = load.book(new(rank(2), prompt(&[1], 0)));
-    load.report(rank(1), Reported::default(), Duration::ZERO);
+    load.report(rank(1), Reported { active_blocks: Some(9), ..Reported::default() }, Duration::ZERO);
     assert_eq!(load.remove_worker(WorkerId(1)), 2);
     assert_eq!((seen(&load, rank(1)), seen(&load, second_rank)), ((0, 0, 0), (0, 0, 0)));
     assert_eq!(load.reported(rank(1)), None);
@@ -138,10 +138,36 @@ fn reports_count_until_the_worker_has_been_silent_too_long() {
     let mut load = empty(LoadConfig::default());
     let report = Reported { active_blocks: Some(7), ..Reported::default() };
     load.report(rank(1), report, Duration::from_secs(5));
-    load.expire(Duration::from_secs(15), Duration::from_secs(300));
+    load.expire_reports(Duration::from_secs(15));
     assert_eq!(load.reported(rank(1)), Some(report));
-    load.expire(Duration::from_secs(16), Duration::from_secs(300));
+    load.expire_reports(Duration::from_secs(16));
     assert_eq!(load.reported(rank(1)), None);
+}
+
+#[test]
+fn of_a_report_what_is_beyond_the_bookings_counts_until_the_next_one() {
+    let mut load = empty(LoadConfig::default());
+    let unbooked = |load: &ActiveLoad| load.survey(&prompt(&[], 0), &mut Vec::new()).unbooked(rank(1));
+    let report = |blocks, tokens, running, waiting| Reported {
+        active_blocks: Some(blocks),
+        prefill_tokens: Some(tokens),
+        running_requests: Some(running),
+        waiting_requests: Some(waiting),
+        kv_used_blocks: None,
+    };
+    let own = load.book(new(rank(1), prompt(&[1, 2], 0)));
+    assert_eq!(seen(&load, rank(1)), (2, 8, 1));
+    load.report(rank(1), report(12, 8, 3, 2), Duration::ZERO);
+    assert_eq!(unbooked(&load), RankView { active_blocks: 10, prefill_tokens: 0, requests: 4 });
+    // What ends or begins here meanwhile is counted here.
+    load.free(own);
+    load.book(new(rank(1), prompt(&[3], 0)));
+    assert_eq!(unbooked(&load), RankView { active_blocks: 10, prefill_tokens: 0, requests: 4 });
+    // A worker that has not heard yet of what was sent to it has nothing from others.
+    load.report(rank(1), report(0, 0, 0, 0), Duration::ZERO);
+    assert_eq!(unbooked(&load), RankView::default());
+    load.report(rank(1), Reported::default(), Duration::ZERO);
+    assert_eq!(load.reported(rank(1)), None, "it tells nothing any more");
 }
 
 #[derive(Clone, Debug)]

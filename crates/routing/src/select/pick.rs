@@ -59,7 +59,7 @@ impl Among<'_> {
 
     /// One with the fewest requests.
     pub(super) fn least_loaded(&mut self, rng: &mut impl Rng) -> (usize, Pick) {
-        let (at, ties) = self.least(|candidate| f64::from(candidate.load.requests), rng);
+        let (at, ties) = self.least(|candidate| f64::from(candidate.requests()), rng);
         (at, Pick::FewestRequests { ties })
     }
 
@@ -112,7 +112,7 @@ impl Among<'_> {
         }
         let second = (first + rng.random_range(1..self.eligible.len())) % self.eligible.len();
         let (first, second) = (self.eligible[first] as usize, self.eligible[second] as usize);
-        let requests = |at: usize| self.candidates[at].load.requests;
+        let requests = |at: usize| self.candidates[at].requests();
         // Which of the two is first is random already, so a tie is too.
         let (at, other) = if requests(second) < requests(first) { (second, first) } else { (first, second) };
         (at, Pick::TwoChoices { other: self.candidates[other].rank })

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use kv_index::WorkerId;
+use kv_index::{PooledRun, WorkerId};
 use proptest::prelude::*;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -162,6 +162,26 @@ fn overlaps_of_workers_that_are_not_in_the_set_are_passed_over() {
     let found: Vec<(u32, u32)> =
         scene.explain().candidates.iter().map(|row| (row.overlap.device, row.load.active_blocks)).collect();
     assert_eq!(found, [(0, 0), (1, 0), (0, 1)]);
+}
+
+#[test]
+fn what_one_worker_put_into_the_pool_lowers_the_cost_of_the_others() {
+    let cost = CostConfig { shared_cache_multiplier: 0.5, ..CostConfig::default() };
+    let mut scene = Scene::with(SelectorConfig { cost, ..SelectorConfig::default() }, 3);
+    scene.worker(3).model = "other".into();
+    let held = |device, shared| TierBlocks { device, shared, ..TierBlocks::default() };
+    let run = PooledRun { rank: rank(1), start: 0, len: 8 };
+    scene.overlaps = Overlaps::new([(rank(1), held(2, 6)), (rank(2), held(3, 0))], vec![run]);
+    let explained = scene.explain();
+    let rows: Vec<(u32, f64)> = explained.candidates.iter().map(|row| (row.shared_beyond, row.cost)).collect();
+    // 10 blocks of prompt, all of which it would use: what is held is off that, and half of what the pool has beyond.
+    assert_eq!(rows, [(6, 20.0 - 2.0 - 3.0), (5, 20.0 - 3.0 - 2.5), (0, f64::INFINITY)]);
+    scene.cost = Some(CostConfig::default());
+    assert_eq!(
+        scene.explain().candidates[1].cost,
+        17.0,
+        "it costs to be fetched: without a weight it is worth nothing"
+    );
 }
 
 #[test]

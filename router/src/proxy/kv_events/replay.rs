@@ -4,11 +4,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use protocol::vllm_events::{END_OF_REPLAY, decode_sequence};
-use tokio::time::timeout;
-use zeromq::{DealerSocket, Socket, SocketOptions, SocketRecv, SocketSend, ZmqError, ZmqMessage};
 
-/// Deadline of connecting.
-const CONNECT: Duration = Duration::from_secs(2);
+use crate::zmtp::{Dialed, ZmtpError};
 
 /// Longest wait for each message.
 const MESSAGE: Duration = Duration::from_secs(5);
@@ -20,9 +17,7 @@ const LIMIT: usize = 256 << 20;
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ReplayError {
     #[error(transparent)]
-    Socket(#[from] ZmqError),
-    #[error("no answer in {0:?}")]
-    Deadline(Duration),
+    Socket(#[from] ZmtpError),
     #[error("an unreadable message")]
     Malformed,
     #[error("the answer is over {} MB", LIMIT >> 20)]
@@ -31,18 +26,12 @@ pub(super) enum ReplayError {
 
 /// The messages from `start` on, with their numbers, in order.
 pub(super) async fn ask(address: &str, start: u64) -> Result<Vec<(u64, Bytes)>, ReplayError> {
-    let mut options = SocketOptions::default();
-    options.connect_timeout(CONNECT);
-    let mut socket = DealerSocket::with_options(options);
-    timeout(CONNECT * 2, socket.connect(address)).await.map_err(|_| ReplayError::Deadline(CONNECT))??;
+    let mut socket = Dialed::dealer(address).await?;
     // The empty part is what the engine's side takes for the end of an address.
-    let mut request = ZmqMessage::from(Bytes::new());
-    request.push_back(Bytes::copy_from_slice(&start.to_be_bytes()));
-    timeout(MESSAGE, socket.send(request)).await.map_err(|_| ReplayError::Deadline(MESSAGE))??;
+    socket.send(&[Bytes::new(), Bytes::copy_from_slice(&start.to_be_bytes())]).await?;
     let (mut messages, mut bytes) = (Vec::new(), 0);
     loop {
-        let message = timeout(MESSAGE, socket.recv()).await.map_err(|_| ReplayError::Deadline(MESSAGE))??;
-        let parts = message.into_vec();
+        let parts = socket.next(MESSAGE).await?;
         let [.., sequence, payload] = &parts[..] else { return Err(ReplayError::Malformed) };
         let sequence = decode_sequence(sequence).ok_or(ReplayError::Malformed)?;
         if sequence == END_OF_REPLAY {

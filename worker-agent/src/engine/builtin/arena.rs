@@ -7,14 +7,18 @@
 //! all in half precision, little-endian on every machine we run on. So a block is one range of bytes, and so is a layer of a
 //! block: blocks are transferred, offloaded and reused as bytes, between arenas of equal [`KvShape`]. Memory is zero and
 //! costs nothing until it is touched.
+//!
+//! An arena is shared by the forward pass and by whoever moves blocks. It keeps nobody apart: the pool does, by ownership.
+//! A block that is cached and held is never written again; one that is allocated belongs to its holder alone.
 
 use memmap2::{MmapMut, MmapOptions, MmapRaw};
+use serde::{Deserialize, Serialize};
 
 use super::BlockId;
 use super::kernels::HeadBlock;
 
 /// What the bytes of a block mean; blocks can be exchanged between arenas of equal shape.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvShape {
     /// Layers of the model.
     pub layers: usize,
@@ -99,15 +103,21 @@ impl KvArena {
     }
 
     /// A block's bytes.
-    pub fn block(&self, id: BlockId) -> &[u8] {
-        // SAFETY: `start` checks the id; safe code writes only through `&mut self`, and a forward step, which writes
-        // through `write`, has the arena for itself.
+    ///
+    /// # Safety
+    /// Nothing writes to the block while the slice lives.
+    pub unsafe fn block(&self, id: BlockId) -> &[u8] {
+        // SAFETY: `start` checks the id; nobody writes, by the caller's promise.
         unsafe { std::slice::from_raw_parts(self.start(id), self.shape.block_bytes()) }
     }
 
     /// A block's bytes, to be written.
-    pub fn block_mut(&mut self, id: BlockId) -> &mut [u8] {
-        // SAFETY: `start` checks the id, and the arena is borrowed for the slice's life.
+    ///
+    /// # Safety
+    /// Nothing else reads or writes the block while the slice lives.
+    #[expect(clippy::mut_from_ref, reason = "owners of different blocks write side by side")]
+    pub unsafe fn block_mut(&self, id: BlockId) -> &mut [u8] {
+        // SAFETY: `start` checks the id; the caller has the block for itself.
         unsafe { std::slice::from_raw_parts_mut(self.start(id), self.shape.block_bytes()) }
     }
 
@@ -161,26 +171,28 @@ mod tests {
 
     #[test]
     fn a_slot_is_written_where_the_layout_says() {
-        let mut arena = KvArena::new(SHAPE, 4).unwrap();
+        let arena = KvArena::new(SHAPE, 4).unwrap();
+        // SAFETY: one thread, and no slice outlives its statement.
+        let block = |id| unsafe { arena.block(BlockId(id)) };
         assert_eq!(SHAPE.block_bytes(), 3 * 2 * 2 * 16 * 16 * 2);
         let key: Vec<u16> = (0..32).map(|i| 100 + i).collect();
         let value: Vec<u16> = (0..32).map(|i| 200 + i).collect();
         // SAFETY: one thread.
         unsafe { arena.write(BlockId(2), 1, 5, &key, &value) };
-        let word = |arena: &KvArena, i: usize| {
-            let bytes = &arena.block(BlockId(2))[SHAPE.layer_bytes() + 2 * i..][..2];
+        let word = |i: usize| {
+            let bytes = &block(2)[SHAPE.layer_bytes() + 2 * i..][..2];
             u16::from_le_bytes([bytes[0], bytes[1]])
         };
-        assert_eq!(word(&arena, 3 * 16 + 5), 103, "head 0, element 3");
-        assert_eq!(word(&arena, (16 + 3) * 16 + 5), 119, "head 1, element 3");
-        assert_eq!(word(&arena, 512 + 5 * 16 + 3), 203);
-        assert_eq!(word(&arena, 512 + 256 + 5 * 16 + 3), 219);
-        let written: usize = (0..4).map(|b| arena.block(BlockId(b)).chunks(2).filter(|w| w != &[0, 0]).count()).sum();
+        assert_eq!(word(3 * 16 + 5), 103, "head 0, element 3");
+        assert_eq!(word((16 + 3) * 16 + 5), 119, "head 1, element 3");
+        assert_eq!(word(512 + 5 * 16 + 3), 203);
+        assert_eq!(word(512 + 256 + 5 * 16 + 3), 219);
+        let written: usize = (0..4).map(|id| block(id).chunks(2).filter(|w| w != &[0, 0]).count()).sum();
         assert_eq!(written, 64);
 
-        let copy = arena.block(BlockId(2)).to_vec();
-        arena.block_mut(BlockId(0)).copy_from_slice(&copy);
-        assert_eq!(arena.block(BlockId(0)), copy);
+        // SAFETY: two blocks, one thread.
+        unsafe { arena.block_mut(BlockId(0)) }.copy_from_slice(block(2));
+        assert_eq!(block(0), block(2));
     }
 
     #[test]

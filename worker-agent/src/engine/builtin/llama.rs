@@ -12,10 +12,11 @@ mod forward;
 mod linear;
 mod rope;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod weights;
 
 use std::path::Path;
+use std::sync::Arc;
 
 pub use self::config::{Architecture, Config, LoadError};
 use self::forward::Scratch;
@@ -40,7 +41,10 @@ pub struct LlamaOptions {
 pub struct Llama {
     config: Config,
     weights: Weights,
-    arena: KvArena,
+    /// Shared with whoever moves blocks.
+    arena: Arc<KvArena>,
+    /// Names the weights.
+    fingerprint: u64,
     pool: ThreadPool,
     isa: Isa,
     scratch: Scratch,
@@ -56,9 +60,10 @@ impl Llama {
     pub fn from_gguf(gguf: &Gguf, options: LlamaOptions) -> Result<Llama, LoadError> {
         let config = Config::read(gguf)?;
         let weights = Weights::load(gguf, &config)?;
-        let arena = KvArena::new(config.kv_shape(options.block_size), options.total_blocks)?;
+        let arena = Arc::new(KvArena::new(config.kv_shape(options.block_size), options.total_blocks)?);
         let pool = ThreadPool::new(options.threads).map_err(LoadError::Threads)?;
-        Ok(Llama { config, weights, arena, pool, isa: Isa::detect(), scratch: Scratch::default() })
+        let fingerprint = gguf.fingerprint();
+        Ok(Llama { config, weights, arena, fingerprint, pool, isa: Isa::detect(), scratch: Scratch::default() })
     }
 
     /// The model's fixed properties.
@@ -66,13 +71,8 @@ impl Llama {
         &self.config
     }
 
-    /// The KV arena, to read blocks from.
-    pub fn arena(&self) -> &KvArena {
+    /// The KV arena.
+    pub fn arena(&self) -> &Arc<KvArena> {
         &self.arena
-    }
-
-    /// The KV arena, to write blocks to.
-    pub fn arena_mut(&mut self) -> &mut KvArena {
-        &mut self.arena
     }
 }

@@ -144,7 +144,7 @@ mod tests {
             match next.await.expect("a token in time").expect("outputs end with Finished") {
                 EngineOutput::First { token, .. } | EngineOutput::Token { token, .. } => tokens.push(token),
                 EngineOutput::Finished(finish) => return (tokens, finish),
-                EngineOutput::Failed(message) => panic!("{message}"),
+                other => panic!("{other:?}"),
             }
         }
     }

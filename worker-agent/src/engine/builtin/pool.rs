@@ -159,17 +159,13 @@ impl BlockPool {
         }
     }
 
-    /// Forgets all cached content, for an arena that cannot be trusted any more.
-    ///
-    /// # Panics
-    /// When a block is still held.
+    /// Forgets all cached content, for an arena that cannot be trusted any more. Blocks that are held stay so, and are free
+    /// once they are released.
     pub fn clear(&mut self) {
-        assert_eq!(self.active(), 0, "a pool with held blocks is not cleared");
-        self.cached.clear();
-        for (_, id) in std::mem::take(&mut self.idle) {
+        for (_, id) in self.cached.drain() {
             self.blocks[id.0 as usize].cached = None;
-            self.free.push(id);
         }
+        self.free.extend(std::mem::take(&mut self.idle).into_values());
         self.events.push(ArenaEvent { tier: Tier::Device, data: KvEventData::Cleared });
     }
 

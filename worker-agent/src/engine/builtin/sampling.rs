@@ -122,6 +122,13 @@ impl Sampler {
         Self { params, seen }
     }
 
+    /// Counts tokens as output that were chosen elsewhere: what is chosen next is what would have been chosen there.
+    pub fn replay(&mut self, output: &[u32]) {
+        if self.params.penalises() {
+            output.iter().for_each(|&token| *self.seen.entry(token).or_default() += 1);
+        }
+    }
+
     /// Chooses the token at `position` of the sequence, and counts it as output. `row` holds the raw logits and is
     /// changed; `masked` tokens are never chosen. NaN counts as −∞.
     ///

@@ -17,11 +17,13 @@ use super::stop::Vocabulary;
 use super::{Chunk, Logits, NextToken};
 use crate::engine::{ArenaEvent, EngineInfo, EngineLoad, EngineOutput, SubmitError};
 
+mod exchange;
 mod request;
 mod sequence;
 #[cfg(test)]
 mod tests;
 
+pub use exchange::Handover;
 pub use request::{Limits, Request};
 use sequence::{Rank, Sequence};
 
@@ -104,6 +106,10 @@ pub struct Scheduler {
     preempted: BTreeMap<Rank, Sequence>,
     /// The step between `plan` and `apply`.
     planned: Vec<Planned>,
+    /// In the last plan somebody could not go on for want of blocks.
+    lacks_blocks: bool,
+    /// Of requests that have ended; their blocks are held.
+    handovers: Vec<Handover>,
 }
 
 impl Scheduler {
@@ -119,6 +125,8 @@ impl Scheduler {
             waiting: BTreeMap::new(),
             preempted: BTreeMap::new(),
             planned: Vec::new(),
+            lacks_blocks: false,
+            handovers: Vec::new(),
             config,
         })
     }
@@ -202,9 +210,9 @@ impl Scheduler {
     /// Chooses what the next step computes. Blocks that it evicts are told as events before anything overwrites them.
     pub fn plan(&mut self) {
         self.planned.clear();
-        let preempted = self.secure_decode_blocks();
-        if !preempted {
-            self.admit();
+        self.lacks_blocks = self.secure_decode_blocks();
+        if !self.lacks_blocks {
+            self.lacks_blocks = !self.admit();
         }
         self.choose_chunks();
     }
@@ -233,7 +241,8 @@ impl Scheduler {
             (own, rows) = rows.split_at_mut(positions * row);
             sequence.take_logits(own, positions, &mut outputs);
         }
-        for sequence in self.running.extract_if(.., |sequence| sequence.ended) {
+        for mut sequence in self.running.extract_if(.., |sequence| sequence.ended) {
+            self.handovers.extend(sequence.hand_over());
             self.pool.release(&sequence.table);
         }
         outputs
@@ -263,18 +272,20 @@ impl Scheduler {
     /// sequence is left one block to grow into, so that nobody is admitted only to be preempted at once.
     ///
     /// While `max_num_seqs` are preempted only these are started, whoever else waits: so the best of them always starts when
-    /// nothing runs, since no sequence outgrows the arena alone.
-    fn admit(&mut self) {
+    /// nothing runs, since no sequence outgrows the arena alone. (It waits for blocks that are leased or reserved: that ends.)
+    ///
+    /// False when blocks were lacking.
+    fn admit(&mut self) -> bool {
         let engine = &self.config.engine;
         let mut wanted: usize = self.running.iter().map(Sequence::remaining).sum();
         while self.running.len() < engine.max_num_seqs && wanted < engine.max_num_batched_tokens {
             let new = self.waiting.first_key_value().filter(|_| self.preempted.len() < engine.max_num_seqs);
             let heads = [new, self.preempted.first_key_value()];
-            let Some((&rank, head)) = heads.into_iter().flatten().min_by_key(|(rank, _)| **rank) else { return };
+            let Some((&rank, head)) = heads.into_iter().flatten().min_by_key(|(rank, _)| **rank) else { return true };
             let blocks = head.blocks();
             let prefix = self.pool.prefix(head.reusable());
             if self.pool.available() < prefix.idle + (blocks - prefix.blocks) + self.running.len() {
-                return;
+                return false;
             }
             let taken = self.waiting.remove(&rank).or_else(|| self.preempted.remove(&rank));
             let mut sequence = taken.expect("the head of a queue");
@@ -285,6 +296,7 @@ impl Scheduler {
             let place = self.running.partition_point(|other| other.rank < rank);
             self.running.insert(place, sequence);
         }
+        true
     }
 
     /// Decode first, then prefill chunks by rank, up to the token budget.

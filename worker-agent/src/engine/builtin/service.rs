@@ -4,23 +4,29 @@
 //! there is nothing to do. Whatever ends it, every request gets its last message: nobody waits for a dead engine.
 
 use std::any::Any;
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use protocol::request_plane::Generate;
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, WeakUnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::Forward;
-use super::scheduler::{InvalidConfig, Limits, Request, RequestId, Scheduler, SchedulerConfig};
+use super::exchange::Exchange;
+use super::scheduler::{Handover, InvalidConfig, RequestId, Scheduler, SchedulerConfig};
 use super::stop::Vocabulary;
 use crate::engine::{ArenaEvent, Engine, EngineInfo, EngineLoad, EngineOutput, SubmitError};
+use inbox::{Errand, Inbox, Shared, Submission};
 
+pub(super) mod inbox;
 #[cfg(test)]
 mod tests;
+
+/// How soon requests that wait for blocks are looked at again, if nobody gives blocks back: some may have been cancelled.
+const STALL: Duration = Duration::from_millis(10);
 
 /// Why the engine could not start.
 #[derive(Debug, thiserror::Error)]
@@ -36,9 +42,8 @@ pub enum StartError {
 /// The built-in engine. Dropping it stops its thread.
 pub struct BuiltIn {
     info: EngineInfo,
-    limits: Limits,
-    max_waiting: usize,
     shared: Arc<Shared>,
+    exchange: Option<Arc<Exchange>>,
     events: Mutex<Option<UnboundedReceiver<ArenaEvent>>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -57,12 +62,21 @@ impl BuiltIn {
         };
         let (events, events_receiver) = unbounded_channel();
         let (info, limits) = (scheduler.info().clone(), scheduler.limits(vocabulary.into()));
-        let shared = Arc::new(Shared::default());
-        let runner =
-            Runner { scheduler, forward, shared: shared.clone(), outputs: HashMap::new(), events, logits: Vec::new() };
+        let shared = Arc::new(Shared::new(limits, max_waiting));
+        let exchange = forward.kv().map(|kv| Arc::new(Exchange::new(kv, shared.clone())));
+        let runner = Runner {
+            scheduler,
+            forward,
+            shared: shared.clone(),
+            exchange: exchange.clone(),
+            outputs: HashMap::new(),
+            events,
+            logits: Vec::new(),
+            stalled: false,
+        };
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || runner.run())?;
         let (events, thread) = (Mutex::new(Some(events_receiver)), Mutex::new(Some(thread)));
-        Ok(Self { info, limits, max_waiting, shared, events, thread })
+        Ok(Self { info, shared, exchange, events, thread })
     }
 
     /// Stops the thread after the step it is in, and waits for it. Requests that still run fail; a drain comes before this.
@@ -94,100 +108,23 @@ impl Engine for BuiltIn {
     }
 
     fn submit(&self, request: Generate) -> Result<UnboundedReceiver<EngineOutput>, SubmitError> {
-        if !request.lora.is_empty() {
-            return Err(SubmitError::Invalid(format!("this engine has no LoRA adapter {:?}", request.lora)));
+        let (place, receiver) = self.shared.place(request)?;
+        if let Some(place) = place {
+            place.enter(None);
         }
-        let request = Request::new(request, &self.limits, rand::random())?;
-        let (outputs, receiver) = unbounded_channel();
-        let mut inbox = self.shared.inbox.lock();
-        if inbox.closed {
-            return Err(SubmitError::Stopped);
-        }
-        if inbox.len() >= self.max_waiting {
-            inbox.forget_cancelled();
-        }
-        if inbox.len() >= self.max_waiting {
-            return Err(SubmitError::Overloaded(self.max_waiting));
-        }
-        inbox.requests.push_back(Submission { request, outputs });
-        drop(inbox);
-        self.shared.wake.notify_one();
         Ok(receiver)
     }
 
     fn load(&self) -> EngineLoad {
-        let in_inbox = self.shared.inbox.lock().requests.len();
-        let load = self.shared.load.read();
-        EngineLoad { waiting: load.waiting + in_inbox, ..load }
+        self.shared.load()
     }
 
     fn take_events(&self) -> Option<UnboundedReceiver<ArenaEvent>> {
         self.events.lock().take()
     }
-}
 
-/// What callers and the engine's thread share.
-#[derive(Default)]
-struct Shared {
-    inbox: Mutex<Inbox>,
-    wake: Condvar,
-    load: LoadCells,
-}
-
-#[derive(Default)]
-struct Inbox {
-    requests: VecDeque<Submission>,
-    /// Of the requests that the scheduler has and that wait for their first step; weak, for only the engine's thread ends them.
-    not_started: Vec<WeakUnboundedSender<EngineOutput>>,
-    /// No request will be taken any more.
-    closed: bool,
-}
-
-impl Inbox {
-    /// Requests that wait for their first step, here and in the scheduler.
-    fn len(&self) -> usize {
-        self.requests.len() + self.not_started.len()
-    }
-
-    /// Counts only those that somebody waits for: a step can take long, and until it ends the scheduler keeps the others.
-    fn forget_cancelled(&mut self) {
-        self.requests.retain(|submission| !submission.outputs.is_closed());
-        self.not_started.retain(|outputs| outputs.upgrade().is_some_and(|outputs| !outputs.is_closed()));
-    }
-}
-
-struct Submission {
-    request: Request,
-    outputs: UnboundedSender<EngineOutput>,
-}
-
-/// The load after the last change, each figure on its own: a reader may see two figures of neighbouring steps.
-#[derive(Default)]
-struct LoadCells {
-    running: AtomicUsize,
-    waiting: AtomicUsize,
-    active_blocks: AtomicUsize,
-    used_blocks: AtomicUsize,
-    pending_prefill_tokens: AtomicUsize,
-}
-
-impl LoadCells {
-    fn read(&self) -> EngineLoad {
-        EngineLoad {
-            running: self.running.load(Relaxed),
-            waiting: self.waiting.load(Relaxed),
-            active_blocks: self.active_blocks.load(Relaxed),
-            used_blocks: self.used_blocks.load(Relaxed),
-            pending_prefill_tokens: self.pending_prefill_tokens.load(Relaxed),
-        }
-    }
-
-    fn write(&self, load: EngineLoad) {
-        self.running.store(load.running, Relaxed);
-        self.waiting.store(load.waiting, Relaxed);
-        self.active_blocks.store(load.active_blocks, Relaxed);
-        self.used_blocks.store(load.used_blocks, Relaxed);
-        self.pending_prefill_tokens.store(load.pending_prefill_tokens, Relaxed);
+    fn exchange(&self) -> Option<Arc<Exchange>> {
+        self.exchange.clone()
     }
 }
 
@@ -196,11 +133,14 @@ struct Runner<F> {
     scheduler: Scheduler,
     forward: F,
     shared: Arc<Shared>,
+    exchange: Option<Arc<Exchange>>,
     /// Of the requests that have not ended.
     outputs: HashMap<RequestId, UnboundedSender<EngineOutput>>,
     events: UnboundedSender<ArenaEvent>,
     /// Kept between steps, to allocate once.
     logits: Vec<f32>,
+    /// There are requests, but the last step could compute nothing: they wait for blocks that others hold.
+    stalled: bool,
 }
 
 impl<F: Forward> Runner<F> {
@@ -218,27 +158,28 @@ impl<F: Forward> Runner<F> {
         self.stop(&cause);
     }
 
-    /// Moves new requests to the scheduler; parked while there is nothing at all to do. False when the engine shall stop.
+    /// Does what was left in the inbox; parked while there is nothing at all to do. False when the engine shall stop.
     fn take_requests(&mut self) -> bool {
         let idle = self.scheduler.is_idle();
         let shared = self.shared.clone();
+        let errands = {
+            let mut inbox = shared.inbox.lock();
+            while idle && inbox.is_empty() {
+                shared.wake.wait(&mut inbox);
+            }
+            if self.stalled && inbox.is_empty() {
+                shared.wake.wait_for(&mut inbox, STALL);
+            }
+            std::mem::take(&mut inbox.errands)
+        };
+        errands.into_iter().for_each(|errand| self.run_errand(errand));
+        self.drop_cancelled();
         let mut inbox = shared.inbox.lock();
-        while idle && inbox.requests.is_empty() && !inbox.closed {
-            shared.wake.wait(&mut inbox);
-        }
         if inbox.closed {
             return false;
         }
-        self.drop_cancelled();
-        for Submission { request, outputs } in inbox.requests.drain(..) {
-            if outputs.is_closed() {
-                continue;
-            }
-            match self.scheduler.enqueue(request) {
-                Ok(id) => drop(self.outputs.insert(id, outputs)),
-                // Inbox and queue share one bound, so this is no path of normal work; the caller learns of it anyway.
-                Err(refused) => drop(outputs.send(EngineOutput::Failed(refused.to_string()))),
-            }
+        for submission in inbox.requests.drain(..) {
+            self.enqueue(submission);
         }
         self.note_not_started(&mut inbox);
         self.publish_load();
@@ -246,6 +187,32 @@ impl<F: Forward> Runner<F> {
             self.forward.resume();
         }
         true
+    }
+
+    fn enqueue(&mut self, Submission { request, outputs, import }: Submission) {
+        if let Some(import) = import {
+            self.scheduler.import(import);
+        }
+        if outputs.is_closed() {
+            return;
+        }
+        match self.scheduler.enqueue(request) {
+            Ok(id) => drop(self.outputs.insert(id, outputs)),
+            // Inbox and queue share one bound, so this is no path of normal work; the caller learns of it anyway.
+            Err(refused) => drop(outputs.send(EngineOutput::Failed(refused.to_string()))),
+        }
+    }
+
+    fn run_errand(&mut self, errand: Errand) {
+        match errand {
+            Errand::Release(table) => self.scheduler.release(&table),
+            Errand::Reserve { blocks, reply } => {
+                let Some(exchange) = self.exchange.as_ref().filter(|_| !reply.is_closed()) else { return };
+                let reserved = self.scheduler.reserve(&blocks);
+                // If nobody takes it, the reservation gives itself back.
+                let _ = reply.send(reserved.map(|(table, here)| exchange.reservation(blocks, table, here)));
+            }
+        }
     }
 
     /// Drops what nobody waits for: it shall neither be computed nor take the place of a new request.
@@ -269,20 +236,45 @@ impl<F: Forward> Runner<F> {
         self.publish_events();
         self.logits.clear();
         let chunks = self.scheduler.chunks();
+        self.stalled = chunks.is_empty();
         if !chunks.is_empty() {
             self.forward.forward(&chunks, &mut self.logits);
         }
-        let outputs = self.scheduler.apply(&mut self.logits);
+        let mut outputs = self.scheduler.apply(&mut self.logits);
+        self.hand_over(&mut outputs);
         self.publish_load();
         self.publish_events();
         for (id, output) in outputs {
-            let last = matches!(output, EngineOutput::Finished(_) | EngineOutput::Failed(_));
+            let last = !matches!(output, EngineOutput::First { .. } | EngineOutput::Token { .. });
             if let Some(outputs) = self.outputs.get(&id) {
                 // A receiver that is gone is a cancellation, which the next step sees.
                 let _ = outputs.send(output);
             }
             if last {
                 self.outputs.remove(&id);
+            }
+        }
+    }
+
+    /// Leases the blocks of prompts computed for others, and adds to their last outputs how they are fetched.
+    fn hand_over(&mut self, outputs: &mut [(RequestId, EngineOutput)]) {
+        for Handover { id, hashes, table } in self.scheduler.take_handovers() {
+            let wanted = self.outputs.get(&id).is_some_and(|outputs| !outputs.is_closed());
+            let granted = match &self.exchange {
+                Some(exchange) if wanted => exchange.grant(hashes, table),
+                _ => Err(table),
+            };
+            let params = match granted {
+                Ok(params) => Some(params),
+                Err(table) => {
+                    self.scheduler.release(&table);
+                    None
+                }
+            };
+            for (_, output) in outputs.iter_mut().filter(|output| output.0 == id) {
+                if let EngineOutput::Prefilled(prefilled) = output {
+                    prefilled.disaggregated_params = params.clone();
+                }
             }
         }
     }
@@ -303,11 +295,16 @@ impl<F: Forward> Runner<F> {
         let rest: Vec<Submission> = {
             let mut inbox = self.shared.inbox.lock();
             inbox.closed = true;
+            // Whoever waits for an answer sees that there will be none.
+            inbox.errands.clear();
             inbox.requests.drain(..).collect()
         };
         let waiting = rest.into_iter().map(|submission| submission.outputs);
         for outputs in self.outputs.drain().map(|(_, outputs)| outputs).chain(waiting) {
             let _ = outputs.send(EngineOutput::Failed(cause.to_owned()));
+        }
+        if let Some(exchange) = &self.exchange {
+            exchange.close();
         }
         self.scheduler.abort();
         self.publish_load();

@@ -31,6 +31,13 @@ impl Shadow {
         Self { block_size, slots: vec![None; blocks * block_size], computed: 0 }
     }
 
+    /// Copies a block of another arena.
+    pub(crate) fn copy_block(&mut self, to: BlockId, from: &Self, block: BlockId) {
+        let range = |id: BlockId| id.0 as usize * self.block_size..(id.0 as usize + 1) * self.block_size;
+        let (to, block) = (range(to), range(block));
+        self.slots[to].copy_from_slice(&from.slots[block]);
+    }
+
     fn index(&self, blocks: &[BlockId], position: usize) -> usize {
         blocks[position / self.block_size].0 as usize * self.block_size + position % self.block_size
     }

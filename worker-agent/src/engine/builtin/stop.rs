@@ -144,6 +144,11 @@ impl StopWatch {
         (self.generated >= self.max_tokens).then(|| Ending::new(FinishReason::Length))
     }
 
+    /// Takes tokens that were generated elsewhere; says whether the sequence had ended with the last of them.
+    pub fn replay(&mut self, output: &[u32]) -> Option<Ending> {
+        output.iter().map(|&token| self.push(token)).last().flatten()
+    }
+
     /// The stop string that is complete first with the bytes of `token`; the longest of those that end together.
     fn push_bytes(&mut self, token: u32) -> Option<usize> {
         if self.strings.is_empty() {
@@ -234,6 +239,21 @@ mod tests {
         assert_eq!(run(watch(limit(2)), &[1, 1, 1]).expect("ends"), (1, Ending::new(FinishReason::Length)));
         let short = StopWatch::new(limit(50), 1, Arc::default());
         assert_eq!(run(short, &[1, 1]).expect("ends").0, 0);
+    }
+
+    #[test]
+    fn a_replayed_beginning_counts_as_if_it_had_been_generated_here() {
+        let wire = Stop { min_tokens: 3, strings: vec!["bc".into()], ..limit(4) };
+        let mut begun = watch(wire.clone());
+        assert_eq!(begun.replay(&[2, 1]), None);
+        assert_eq!((begun.generated(), begun.masked()), (2, &[EOS][..]));
+        assert_eq!(begun.push(2).expect("ends").stop_string.as_deref(), Some("bc"), "across the seam");
+        let mut begun = watch(wire.clone());
+        assert_eq!(begun.replay(&[2, 2, 1]), None);
+        assert_eq!(begun.push(1).expect("ends").reason, FinishReason::Length);
+        let ended = watch(wire.clone()).replay(&[2, 1, 2]).expect("the last of them ended it");
+        assert_eq!(ended.reason, FinishReason::StopString);
+        assert_eq!(watch(wire).replay(&[]), None);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::timing::{StepWork, TimingModel};
-use crate::engine::builtin::{Chunk, Forward, NextToken};
+use crate::engine::builtin::{Chunk, Forward, Kv, NextToken};
 
 /// Time, and waiting for it.
 pub trait Clock: Send {
@@ -79,12 +79,18 @@ pub struct Paced<C> {
     pacer: Pacer<C>,
     vocab: usize,
     next_token: Arc<dyn NextToken>,
+    kv: Option<Kv>,
 }
 
 impl<C: Clock> Paced<C> {
     /// `vocab` is the size of the vocabulary, in tokens.
     pub fn new(timing: TimingModel, pacer: Pacer<C>, vocab: usize, next_token: Arc<dyn NextToken>) -> Self {
-        Self { timing, pacer, vocab, next_token }
+        Self { timing, pacer, vocab, next_token, kv: None }
+    }
+
+    /// With blocks that can be moved.
+    pub fn with_kv(self, kv: Option<Kv>) -> Self {
+        Self { kv, ..self }
     }
 }
 
@@ -95,6 +101,10 @@ impl<C: Clock> Forward for Paced<C> {
 
     fn next_token(&self) -> Option<Arc<dyn NextToken>> {
         Some(self.next_token.clone())
+    }
+
+    fn kv(&self) -> Option<Kv> {
+        self.kv.clone()
     }
 
     fn resume(&mut self) {

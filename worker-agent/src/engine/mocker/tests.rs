@@ -361,3 +361,37 @@ fn sizes_are_checked_and_the_arena_bounds_the_context() {
     assert!(matches!(engine.submit(generate(&[49152], 1)), Err(SubmitError::Invalid(_))));
     assert!(model.start(OpenOptions { max_num_batched_tokens: 1, ..sizes }).is_err());
 }
+
+#[test]
+fn an_answer_begun_elsewhere_goes_on_word_for_word() {
+    let started = || {
+        let words = Arc::new(PlainText::new(&vocabulary(), Some(12.0)));
+        Side::new(config(64, 2, 16), Box::new(mocked(words)))
+    };
+    let answer = |wire: Generate| {
+        let mut side = started();
+        side.enqueue(wire);
+        let mut outputs = Vec::new();
+        while !side.scheduler.is_idle() {
+            side.scheduler.plan();
+            let chunks = side.scheduler.chunks();
+            side.forward.forward(&chunks, &mut side.logits);
+            outputs.extend(side.scheduler.apply(&mut side.logits).into_iter().map(|(_, output)| output));
+        }
+        let tokens = outputs.iter().filter_map(|output| match output {
+            EngineOutput::First { token, .. } | EngineOutput::Token { token, .. } => Some(*token),
+            _ => None,
+        });
+        let Some(EngineOutput::Finished(finish)) = outputs.last() else { panic!("{outputs:?}") };
+        (tokens.collect::<Vec<u32>>(), (finish.reason, finish.prompt_tokens, finish.completion_tokens))
+    };
+    for prompt in 2..10 {
+        let wire = generate(&[prompt, 7, 8, 9, 10], 30);
+        let (whole, end) = answer(wire.clone());
+        for cut in 0..whole.len() {
+            let token_ids = [&wire.token_ids[..], &whole[..cut]].concat();
+            let continued = Generate { token_ids, generated: cut as u32, ..wire.clone() };
+            assert_eq!(answer(continued), (whole[cut..].to_vec(), end), "prompt {prompt}, cut at {cut}");
+        }
+    }
+}

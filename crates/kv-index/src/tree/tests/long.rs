@@ -223,3 +223,23 @@ fn a_full_budget_is_met_by_eviction_and_not_by_refusal() {
     assert!(tree.stats().evicted_blocks > 0);
     assert!(refused < 600, "{refused} of 60,000 prompts were refused");
 }
+
+#[test]
+fn what_a_pool_has_is_found_where_no_rank_holds_all_before_it() {
+    let (mut tree, reader) = new(Limits::default());
+    let path: Vec<u64> = (1..=400).collect();
+    // One rank has the beginning on its device, one the middle in a pool, one the end, in another run of the tree.
+    tree.apply(rank(1, 0), Tier::Device, &stored(&path[..100], 0));
+    tree.apply(rank(2, 0), Tier::Shared, &stored(&path[..300], 0));
+    tree.apply(rank(2, 0), Tier::Shared, &removed(&(0..100).map(|at| &path[..=at]).collect::<Vec<_>>()));
+    tree.apply(rank(3, 0), Tier::Device, &stored(&path[..300], 0));
+    tree.apply(rank(3, 0), Tier::Shared, &stored(&path, 300));
+    tree.apply(rank(3, 0), Tier::Device, &removed(&(0..300).map(|at| &path[..=at]).collect::<Vec<_>>()));
+    let found = reader.find_matches(&locals(&path));
+    assert_eq!(found.iter().collect::<Vec<_>>(), [(rank(1, 0), device(100))]);
+    let pooled: Vec<(u64, u32, u32)> =
+        found.pooled().iter().map(|run| (run.rank.worker.0, run.start, run.len)).collect();
+    assert_eq!(pooled, [(2, 100, 200), (3, 300, 100)]);
+    tree.remove_worker(WorkerId(2));
+    assert_eq!(reader.find_matches(&locals(&path)).pooled(), [], "between the two is nothing any more");
+}

@@ -158,6 +158,12 @@ fn a_worker_knows_of_load_that_the_router_does_not() {
     scene.load.report(rank(3), report(Some(0), Some(0)), std::time::Duration::ZERO);
     scene.run(3, 500, 500);
     assert_eq!(scene.exclusions(), [Some(BusyDecode), Some(BusyPrefill), Some(BusyPrefill)]);
+    let reports: Vec<u64> = scene.explain().reports.iter().map(|(rank, _)| rank.worker.0).collect();
+    assert_eq!(reports, [1, 2, 3], "what each of them said is shown");
+    // 40 of others and 20 that the router sent.
+    scene.load.report(rank(1), report(Some(40), None), std::time::Duration::ZERO);
+    scene.run(1, 20 * 16, 0);
+    assert_eq!(scene.exclusions()[0], Some(BusyDecode));
 }
 
 #[test]

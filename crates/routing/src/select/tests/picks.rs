@@ -166,3 +166,24 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn requests_of_others_count_where_requests_are_counted() {
+    let busy = Reported { running_requests: Some(3), waiting_requests: Some(2), ..Reported::default() };
+    for mode in [Mode::LeastLoaded, Mode::PowerOfTwo] {
+        let mut scene = Scene::new(mode, 2);
+        scene.load.report(rank(1), busy, std::time::Duration::ZERO);
+        (0..4).for_each(|_| _ = scene.run(2, 16, 0));
+        let explained = scene.explain();
+        let requests: Vec<u32> = explained.candidates.iter().map(Candidate::requests).collect();
+        assert_eq!((requests, explained.reports), (vec![5, 4], vec![(rank(1), busy)]));
+        if mode == Mode::LeastLoaded {
+            assert!((0..10).all(|_| scene.chosen() == 2), "the other has five");
+        }
+        scene.run(1, 16, 0);
+        scene.run(2, 16, 0);
+        let ties: Vec<u32> = scene.explain().candidates.iter().map(Candidate::requests).collect();
+        assert_eq!(ties, [6, 5], "bookings count on top of it");
+    }
+    assert_eq!(size_of::<Candidate>(), 64);
+}

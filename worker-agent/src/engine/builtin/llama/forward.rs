@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::super::arena::KvArena;
 use super::super::kernels::Isa;
 use super::super::kernels::threads::ThreadPool;
-use super::super::{BlockId, Chunk, Forward, Logits};
+use super::super::{BlockId, Chunk, Forward, Kv, Logits};
 use super::Llama;
 use super::attention::Plan;
 use super::linear::{Product, multiply};
@@ -41,6 +41,10 @@ struct Place {
 impl Forward for Llama {
     fn vocab(&self) -> usize {
         self.config.vocab
+    }
+
+    fn kv(&self) -> Option<Kv> {
+        Some(Kv { arena: self.arena.clone(), model: self.fingerprint })
     }
 
     /// Memory beside the arena: `4 * (3 hidden + 2 queries + 2 keys + 2 feed_forward)` bytes for each token of the largest

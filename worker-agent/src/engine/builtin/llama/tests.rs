@@ -20,7 +20,15 @@ fn load(model: &Model) -> Llama {
     load_with(&model.file(), 1, 16).unwrap()
 }
 
-fn tokens(len: usize, seed: u64) -> Vec<u32> {
+/// A tiny random model for tests of what is around it, and one of equal shapes that is another.
+pub(crate) fn tiny(total_blocks: usize, other: bool) -> Llama {
+    let dir = tempfile::tempdir().unwrap();
+    let model = Model { rope_scale: other.then_some(2.0), ..Model::llama() };
+    Llama::load(model.file().write(dir.path()), LlamaOptions { threads: 1, block_size: 16, total_blocks }).unwrap()
+}
+
+/// Tokens of that model.
+pub(crate) fn tokens(len: usize, seed: u64) -> Vec<u32> {
     let mut rng = SmallRng::seed_from_u64(seed);
     (0..len).map(|_| rng.random_range(0..plain::VOCAB as u32)).collect()
 }
@@ -141,8 +149,8 @@ fn reused_blocks_give_what_computing_them_again_gives() {
     in_chunks(&mut llama, &first, &table([7, 2, 11, 4]), &[50]);
 
     // The second sequence takes over the two full blocks that both begin with, one of them as a copy of its bytes.
-    let copy = llama.arena().block(BlockId(2)).to_vec();
-    llama.arena_mut().block_mut(BlockId(30)).copy_from_slice(&copy);
+    // SAFETY: no step is under way, and the blocks are two.
+    unsafe { llama.arena().block_mut(BlockId(30)).copy_from_slice(llama.arena().block(BlockId(2))) };
     let blocks = table([7, 30, 20, 21, 22]);
     let mut reused = Vec::new();
     llama.forward(&[Chunk { tokens: &second[32..], start: 32, blocks: &blocks, logits: Logits::Last }], &mut reused);
@@ -171,7 +179,7 @@ fn the_config_is_what_the_file_says() {
     assert_eq!((config.bos, &config.eos[..]), (Some(1), &[2][..]));
     assert_eq!((config.layers, config.heads, config.kv_heads, config.head_dim), (2, 4, 2, 16));
     assert_eq!((config.context_length, config.vocab, llama.vocab()), (128, plain::VOCAB, plain::VOCAB));
-    assert_eq!(llama.arena().block(BlockId(0)).len(), 2 * 2 * 2 * 16 * 32 * 2);
+    assert_eq!(llama.arena().shape().block_bytes(), 2 * 2 * 2 * 16 * 32 * 2);
 }
 
 #[test]

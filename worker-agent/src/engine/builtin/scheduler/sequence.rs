@@ -6,12 +6,12 @@ use kv_hashing::{BlockHash, BlockSize, HashSpace, SequenceHash, chain};
 use protocol::request_plane::TokenLogprobs;
 
 use super::request::Choice;
-use super::{Request, RequestId};
+use super::{Handover, Request, RequestId};
 use crate::engine::builtin::pool::BlockPool;
 use crate::engine::builtin::sampling::token_logprobs;
 use crate::engine::builtin::stop::{Ending, StopWatch};
 use crate::engine::builtin::{BlockId, Chunk, Context, Logits};
-use crate::engine::{EngineOutput, Finish};
+use crate::engine::{EngineOutput, Finish, Prefilled};
 
 /// Order of service: higher priority first, then the older request.
 pub(super) type Rank = (Reverse<i32>, RequestId);
@@ -27,6 +27,8 @@ pub(super) struct Sequence {
     /// The request has its last output.
     pub(super) ended: bool,
     prompt_tokens: usize,
+    /// Prompt, and output that was generated elsewhere.
+    given_tokens: usize,
     block_size: BlockSize,
     space: HashSpace,
     /// Of the full blocks of `tokens`, as far as they are needed.
@@ -46,6 +48,8 @@ pub(super) struct Sequence {
     /// It has been preempted: blocks reused from now on are not new savings.
     restarted: bool,
     reused_tokens: usize,
+    /// The prompt is computed for another engine, which goes on after the first token.
+    prefill_only: bool,
 }
 
 impl Sequence {
@@ -53,8 +57,9 @@ impl Sequence {
         Self {
             id,
             rank: (Reverse(request.priority), id),
-            prompt_tokens: request.prompt.len(),
-            tokens: request.prompt,
+            prompt_tokens: request.prompt_tokens,
+            given_tokens: request.tokens.len(),
+            tokens: request.tokens,
             table: Vec::new(),
             ended: false,
             block_size: request.block_size,
@@ -69,6 +74,7 @@ impl Sequence {
             answered: false,
             restarted: false,
             reused_tokens: 0,
+            prefill_only: request.prefill_only,
         }
     }
 
@@ -86,9 +92,9 @@ impl Sequence {
         self.prompt_logprobs.is_some()
     }
 
-    /// Prompt tokens not computed yet.
+    /// Given tokens not computed yet.
     pub(super) fn pending_prefill(&self) -> usize {
-        self.prompt_tokens.saturating_sub(self.computed)
+        self.given_tokens.saturating_sub(self.computed)
     }
 
     /// Blocks that all tokens need.
@@ -211,7 +217,27 @@ impl Sequence {
         if let Some(ending) = ending {
             self.ended = true;
             outputs.push((self.id, EngineOutput::Finished(self.finish(ending))));
+            self.prefill_only = false;
+        } else if self.prefill_only {
+            self.ended = true;
+            let prefilled = Prefilled {
+                prompt_tokens: self.prompt_tokens,
+                completion_tokens: self.stop.generated(),
+                reused_tokens: self.reused_tokens.min(self.prompt_tokens),
+                disaggregated_params: None,
+            };
+            outputs.push((self.id, EngineOutput::Prefilled(prefilled)));
         }
+    }
+
+    /// Takes the given tokens' full blocks out of the table of a sequence that has ended, if another engine goes on with it.
+    pub(super) fn hand_over(&mut self) -> Option<Handover> {
+        let full = self.block_size.full_blocks(self.given_tokens);
+        if !self.prefill_only || full == 0 || self.committed < full {
+            return None;
+        }
+        let hashes = self.hashes[..full].iter().map(|hash| hash.1).collect();
+        Some(Handover { id: self.id, hashes, table: self.table.drain(..full).collect() })
     }
 
     fn output(
@@ -228,7 +254,7 @@ impl Sequence {
             token,
             logprobs,
             reused_blocks: size.full_blocks(self.reused_tokens),
-            prompt_blocks: size.full_blocks(self.prompt_tokens),
+            prompt_blocks: size.full_blocks(self.given_tokens),
             prompt_logprobs,
         }
     }
@@ -238,7 +264,7 @@ impl Sequence {
             reason: ending.reason,
             prompt_tokens: self.prompt_tokens,
             completion_tokens: self.stop.generated(),
-            reused_tokens: self.reused_tokens,
+            reused_tokens: self.reused_tokens.min(self.prompt_tokens),
             stop_string: ending.stop_string,
             stop_token: ending.stop_token,
         }

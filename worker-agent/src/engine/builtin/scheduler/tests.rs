@@ -13,6 +13,8 @@ use crate::engine::builtin::sampling::{Sampler, SamplingParams, token_logprobs};
 use crate::engine::builtin::shadow::{Shadow, VOCAB, extend, push_row};
 use crate::engine::builtin::stop::StopWatch;
 
+mod continued;
+
 const SIZE: usize = 4;
 
 fn vocabulary() -> Arc<Vocabulary> {

@@ -241,3 +241,15 @@ async fn a_thousand_requests_with_cancellations_leave_nothing_behind() {
     let load = engine.load();
     assert_eq!((load.running, load.waiting, load.active_blocks, load.pending_prefill_tokens), (0, 0, 0, 0));
 }
+
+#[tokio::test]
+async fn an_answer_that_had_ended_elsewhere_ends_at_once() {
+    let engine = start(Shadow::new(64, 4), config(64, 32, 4));
+    let mut wire = Generate { generated: 3, ..generate(2..10, 9) };
+    wire.stop.as_mut().expect("set").token_ids = vec![9];
+    let mut receiver = engine.submit(wire).expect("taken");
+    let Some(EngineOutput::Finished(finish)) = next(&mut receiver).await else { panic!("no end") };
+    assert_eq!((finish.reason, finish.stop_token), (FinishReason::StopToken, Some(9)));
+    assert_eq!((finish.prompt_tokens, finish.completion_tokens), (5, 3));
+    assert!(next(&mut receiver).await.is_none());
+}

@@ -1,0 +1,161 @@
+//! A running request that goes on at another worker when its own is lost.
+//!
+//! The tokens so far are kept, 4 bytes each, behind those of the prompt. The next worker is sent all of them, and told how many
+//! were generated: it computes what it does not hold, and continues as if it had generated them itself. So the client sees one
+//! answer, with a pause in it. How often that may happen is bounded, and how long it may take: it counts as silence between two
+//! tokens.
+
+use std::sync::Arc;
+
+use protocol::request_plane::{ErrorCode, FinishReason, Finished, Output};
+
+use super::attempts::{Attempts, Job, Leg};
+use crate::backend::DispatchError;
+use crate::metrics::ReasonLabels;
+
+/// Why a request has to leave its worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Cause {
+    /// The connection was lost.
+    Lost,
+    /// The worker ends before the request does.
+    Draining,
+    /// The engine gave the request up. It may have been the request's own fault: one more engine is tried, no third one.
+    Failed,
+}
+
+impl Cause {
+    /// Whether another worker may do after a failure of this kind.
+    pub(super) fn of(code: ErrorCode) -> Option<Self> {
+        match code {
+            ErrorCode::Draining => Some(Self::Draining),
+            ErrorCode::Engine => Some(Self::Failed),
+            _ => None,
+        }
+    }
+
+    fn label(self) -> ReasonLabels {
+        let reason = match self {
+            Self::Lost => "lost",
+            Self::Draining => "draining",
+            Self::Failed => "failed",
+        };
+        ReasonLabels { reason }
+    }
+}
+
+/// What a running request needs to go on elsewhere.
+pub(super) struct Migration {
+    attempts: Arc<Attempts>,
+    /// Grows with what is generated; absent where nothing may move.
+    job: Option<Box<Job>>,
+    /// Moves left.
+    left: u32,
+    /// An engine has failed the request already.
+    engine_failed: bool,
+    /// It has moved.
+    moved: bool,
+    /// Prompt tokens whose KV the first worker reused.
+    reused_tokens: u32,
+}
+
+impl Migration {
+    /// For a request that may move `limit` times.
+    pub(super) fn new(attempts: Arc<Attempts>, job: Job, limit: u32) -> Self {
+        // A first half always moves: to the second.
+        let job = (limit > 0 || job.request.prefill_only).then(|| Box::new(job));
+        Self { attempts, job, left: limit, engine_failed: false, moved: false, reused_tokens: 0 }
+    }
+
+    /// Takes note of tokens on their way to the client, and makes them look as if all came from one worker.
+    pub(super) fn delivered(&mut self, output: &mut Output) {
+        let Some(job) = &mut self.job else { return };
+        if self.moved {
+            *output = Output {
+                token_ids: std::mem::take(&mut output.token_ids),
+                logprobs: std::mem::take(&mut output.logprobs),
+                ..Output::default()
+            };
+        } else if output.first {
+            let (blocks, size) = (output.reused_blocks as usize, job.ask.block_size().get());
+            self.reused_tokens = blocks.saturating_mul(size).min(job.request.token_ids.len()) as u32;
+        }
+        job.request.token_ids.extend_from_slice(&output.token_ids);
+        job.request.generated += output.token_ids.len() as u32;
+    }
+
+    /// Makes the end look as if all tokens came from one worker.
+    pub(super) fn finished(&self, finished: &mut Finished) {
+        if self.moved {
+            finished.reused_tokens = self.reused_tokens;
+        }
+    }
+
+    /// How the request ended, if all that its worker had left to say is that it is as long as it may be.
+    pub(super) fn complete(&self) -> Option<Finished> {
+        let request = &self.job.as_ref()?.request;
+        let limit = request.stop.as_ref()?.max_tokens;
+        (request.generated >= limit).then(|| Finished {
+            reason: FinishReason::Length.into(),
+            prompt_tokens: request.token_ids.len() as u32 - request.generated,
+            completion_tokens: request.generated,
+            reused_tokens: self.reused_tokens,
+            ..Finished::default()
+        })
+    }
+
+    /// Whether the request may leave its worker once more; counts it if so, and counts it as refused if not.
+    pub(super) fn may_move(&mut self, cause: Cause) -> bool {
+        let again = cause == Cause::Failed && std::mem::replace(&mut self.engine_failed, true);
+        if self.job.is_none() || self.left == 0 || again {
+            self.attempts.cluster.metrics.migrations_refused.get_or_create(&cause.label()).inc();
+            return false;
+        }
+        self.left -= 1;
+        true
+    }
+
+    /// Whether its worker computes the prompt only.
+    pub(super) fn is_first_half(&self) -> bool {
+        self.job.as_ref().is_some_and(|job| job.request.prefill_only)
+    }
+
+    /// Finds the worker of the second half; `params` tell it how the KV of the prompt is fetched.
+    pub(super) async fn hand_over(mut self, params: String) -> (Self, Result<Leg, DispatchError>) {
+        let job = self.job.as_mut().expect("the job of a first half is kept");
+        self.attempts.count(if params.is_empty() { "not kept" } else { "remote" });
+        job.join(params);
+        job.ask.resume(&job.request);
+        let leg = self.attempts.run(job).await;
+        self.moved = true;
+        (self, leg)
+    }
+
+    /// Finds another worker, which answers with what follows. What the last one held of the request has been released. With
+    /// the error the request ends as it would have ended without a move.
+    pub(super) async fn go(mut self, cause: Cause, error: DispatchError) -> (Self, Result<Leg, DispatchError>) {
+        let leg = match &mut self.job {
+            Some(job) => {
+                // What a prefill worker had kept was for the worker that is lost.
+                job.join(String::new());
+                job.ask.resume(&job.request);
+                self.attempts.run(job).await
+            }
+            None => Err(error.clone()),
+        };
+        let metrics = &self.attempts.cluster.metrics;
+        match leg {
+            Ok(leg) => {
+                self.moved = true;
+                metrics.migrations.get_or_create(&cause.label()).inc();
+                tracing::info!(%error, worker = %leg.life.spec().name, "a stream goes on at another worker");
+                (self, Ok(leg))
+            }
+            Err(reason) => {
+                metrics.migrations_refused.get_or_create(&cause.label()).inc();
+                tracing::info!(%error, %reason, "a stream could not go on at another worker");
+                (self, Err(error))
+            }
+        }
+    }
+}

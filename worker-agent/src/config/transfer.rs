@@ -1,0 +1,61 @@
+//! Flags of KV transfer between workers.
+
+use std::time::Duration;
+
+use clap::Args;
+
+use super::{Config, ConfigError, DiscoveryBackend};
+
+/// Flags of KV transfer.
+#[derive(Args, Clone, Debug)]
+pub struct TransferConfig {
+    /// Port that other workers fetch KV blocks from; 0 takes a free one [default: 9002, with file discovery a free one]
+    #[arg(long)]
+    pub transfer_port: Option<u16>,
+    /// Workers exchange KV only with those of the same one [default: --revision]
+    #[arg(long)]
+    pub kv_revision: Option<String>,
+    /// How long a prefill worker keeps a prompt's KV for the worker that goes on, from the last progress, in seconds
+    #[arg(long, default_value_t = 30)]
+    pub kv_lease_secs: u64,
+    /// Time for fetching a prompt's KV, in milliseconds, and 50 more for each MiB; after that it is computed
+    #[arg(long, default_value_t = 2000)]
+    pub kv_transfer_timeout_ms: u64,
+}
+
+/// Checked settings of KV transfer.
+#[derive(Clone, Copy, Debug)]
+pub struct TransferSettings {
+    /// How long a lease lasts from its last progress.
+    pub lease: Duration,
+    /// Time for a fetch beside that for its bytes.
+    pub timeout: Duration,
+}
+
+/// The port where discovery does not need to tell ports.
+const PORT: u16 = 9002;
+/// Longest lease and timeout: an hour.
+const SECONDS_MAX: u64 = 3600;
+
+impl Config {
+    pub(super) fn transfer_port(&self) -> u16 {
+        let default = if self.discovery_backend == DiscoveryBackend::File { 0 } else { PORT };
+        self.transfer.transfer_port.unwrap_or(default)
+    }
+
+    pub(super) fn transfer_settings(&self) -> Result<TransferSettings, ConfigError> {
+        let TransferConfig { kv_lease_secs, kv_transfer_timeout_ms, .. } = self.transfer;
+        if !(1..=SECONDS_MAX).contains(&kv_lease_secs) {
+            let (value, rule) = (kv_lease_secs.to_string(), "must be from 1 to 3600");
+            return Err(ConfigError::Invalid { flag: "--kv-lease-secs", value, rule });
+        }
+        if !(1..=1000 * SECONDS_MAX).contains(&kv_transfer_timeout_ms) {
+            let (value, rule) = (kv_transfer_timeout_ms.to_string(), "must be from 1 to 3600000");
+            return Err(ConfigError::Invalid { flag: "--kv-transfer-timeout-ms", value, rule });
+        }
+        Ok(TransferSettings {
+            lease: Duration::from_secs(kv_lease_secs),
+            timeout: Duration::from_millis(kv_transfer_timeout_ms),
+        })
+    }
+}

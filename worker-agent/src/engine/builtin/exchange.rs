@@ -1,0 +1,154 @@
+//! KV blocks that other engines fetch from this one, and that come into it from others.
+//!
+//! A [`Lease`] keeps blocks that were computed here until somebody has fetched them; a [`Reservation`] is room for blocks that
+//! are on their way. Both are held in the pool, so nothing else writes to their memory, and both give their blocks back when
+//! they are dropped, wherever that is. Bytes are moved by the callers: the engine's thread only keeps the books, between
+//! two steps. How bytes travel is not known here.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kv_hashing::{BlockHash, SequenceHash};
+use protocol::request_plane::Generate;
+use serde::{Deserialize, Serialize};
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::oneshot;
+
+use super::BlockId;
+use super::Kv;
+use super::arena::{KvArena, KvShape};
+use super::service::inbox::{Errand, Shared};
+use crate::engine::{EngineOutput, SubmitError};
+
+mod lease;
+mod reservation;
+
+pub use super::service::inbox::Place;
+use lease::Leases;
+pub use lease::{Lease, LeaseGone, Terms};
+pub use reservation::{Import, Reservation};
+
+/// What two engines must have in common to exchange blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KvLayout {
+    /// Names the weights, as [`super::gguf::Gguf::fingerprint`] does.
+    #[serde(with = "hex")]
+    pub model: u64,
+    /// What the bytes of a block mean; elements are little-endian half-precision floats.
+    #[serde(flatten)]
+    pub shape: KvShape,
+}
+
+/// 64 bits as 16 hex digits: JSON numbers hold 53.
+mod hex {
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(super) fn serialize<S: Serializer>(value: &u64, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(&format_args!("{value:016x}"))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
+        u64::from_str_radix(&String::deserialize(from)?, 16).map_err(D::Error::custom)
+    }
+}
+
+/// Why no blocks are reserved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoRoom {
+    /// The blocks would be taken from sequences.
+    #[error("no KV blocks are free")]
+    Blocks,
+    /// The engine's thread did not answer in time.
+    #[error("the engine has been in one step for {} s", .0.as_secs())]
+    Step(Duration),
+    /// The engine has stopped.
+    #[error("the engine has stopped")]
+    Stopped,
+}
+
+/// Longest wait for the end of the step that an engine is in: some hundred times what a step takes.
+const STEP: Duration = Duration::from_secs(60);
+
+/// The blocks of one engine, as far as others are concerned.
+pub struct Exchange {
+    shared: Arc<Shared>,
+    arena: Arc<KvArena>,
+    layout: KvLayout,
+    leases: Leases,
+}
+
+impl Exchange {
+    pub(super) fn new(kv: Kv, shared: Arc<Shared>) -> Self {
+        let layout = KvLayout { model: kv.model, shape: kv.arena.shape() };
+        let leases = Leases::new(kv.arena.blocks() / 2);
+        Self { shared, arena: kv.arena, layout, leases }
+    }
+
+    /// What the blocks are.
+    pub fn layout(&self) -> KvLayout {
+        self.layout
+    }
+
+    /// From now on the engine leases the blocks of prompts that it computes for others. Once only; later terms are ignored.
+    pub fn open(&self, terms: Terms) {
+        self.leases.open(terms);
+    }
+
+    /// Leases a prompt's blocks, which are held and cached, and says how they are fetched. Gives them back when there is no
+    /// room for them.
+    pub(super) fn grant(&self, hashes: Vec<SequenceHash>, table: Vec<BlockId>) -> Result<String, Vec<BlockId>> {
+        let blocks = hashes.into_iter().zip(table.iter().copied()).collect();
+        self.leases.grant(|id| Lease::new(id, blocks, self.arena.clone(), self.shared.clone()), table)
+    }
+
+    /// The blocks under a lease; fetching them keeps it alive.
+    pub fn lease(&self, id: u64) -> Result<Arc<Lease>, LeaseGone> {
+        self.leases.get(id)
+    }
+
+    /// Ends a lease: nobody begins to fetch its blocks any more.
+    pub fn end_lease(&self, id: u64) {
+        self.leases.end(id);
+    }
+
+    /// Ends the leases that have seen no progress for longer than the terms allow; returns how many.
+    pub fn expire_leases(&self, now: Instant) -> usize {
+        self.leases.expire(now)
+    }
+
+    /// Leases, and the blocks under them (a block under two counts twice).
+    pub fn leased(&self) -> (usize, usize) {
+        self.leases.held()
+    }
+
+    /// No more leases: the engine ends.
+    pub(super) fn close(&self) {
+        self.leases.close();
+    }
+
+    /// Takes a place in the queue for a request whose blocks are fetched first; none when it had ended before it came here.
+    pub fn place(&self, request: Generate) -> Result<(Option<Place>, UnboundedReceiver<EngineOutput>), SubmitError> {
+        self.shared.place(request)
+    }
+
+    /// Holds the blocks of a prefix that are here, and reserves room for the others. Waits for the end of the engine's step.
+    pub async fn reserve(&self, blocks: Vec<(BlockHash, SequenceHash)>) -> Result<Reservation, NoRoom> {
+        let (reply, answer) = oneshot::channel();
+        self.shared.send(Errand::Reserve { blocks, reply });
+        match tokio::time::timeout(STEP, answer).await {
+            Ok(Ok(reserved)) => reserved,
+            Ok(Err(_)) => Err(NoRoom::Stopped),
+            Err(_) => Err(NoRoom::Step(STEP)),
+        }
+    }
+
+    /// The guard of blocks that the scheduler holds for a prefix, the first `here` of them with their content.
+    pub(super) fn reservation(
+        &self,
+        blocks: Vec<(BlockHash, SequenceHash)>,
+        table: Vec<BlockId>,
+        here: usize,
+    ) -> Reservation {
+        Reservation::new(self.shared.clone(), self.arena.clone(), blocks, table, here)
+    }
+}

@@ -1,0 +1,157 @@
+//! Blocks that are kept for whoever fetches them.
+
+use std::collections::HashMap;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use kv_hashing::SequenceHash;
+use parking_lot::Mutex;
+
+use crate::engine::builtin::BlockId;
+use crate::engine::builtin::arena::KvArena;
+use crate::engine::builtin::service::inbox::{Errand, Shared};
+
+/// Most leases at once: each is one request between its prefill and its decode.
+const MAX_LEASES: usize = 4096;
+
+/// How blocks are leased.
+pub struct Terms {
+    /// How long a lease lasts from its last progress.
+    pub lifetime: Duration,
+    /// What whoever fetches the blocks must be told.
+    pub describe: Box<dyn Fn(&Lease) -> String + Send + Sync>,
+}
+
+/// The lease has ended, or never was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the lease has ended")]
+pub struct LeaseGone;
+
+/// Holds a prompt's blocks. They are free when the lease has ended and nobody reads them any more.
+pub struct Lease {
+    id: u64,
+    blocks: Vec<(SequenceHash, BlockId)>,
+    arena: Arc<KvArena>,
+    shared: Arc<Shared>,
+    progress: Mutex<Instant>,
+}
+
+impl Lease {
+    pub(super) fn new(id: u64, blocks: Vec<(SequenceHash, BlockId)>, arena: Arc<KvArena>, shared: Arc<Shared>) -> Self {
+        Self { id, blocks, arena, shared, progress: Mutex::new(Instant::now()) }
+    }
+
+    /// Names the lease; not to be guessed.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// The blocks, in order.
+    pub fn blocks(&self) -> impl ExactSizeIterator<Item = SequenceHash> {
+        self.blocks.iter().map(|block| block.0)
+    }
+
+    /// Bytes of the block at `index`.
+    ///
+    /// # Panics
+    /// When there are not so many blocks.
+    pub fn bytes(&self, index: usize) -> &[u8] {
+        // SAFETY: the block was computed, cached and held when the lease was made, and the lease holds it: nobody writes to it
+        // before the lease is dropped, which the slice borrows.
+        unsafe { self.arena.block(self.blocks[index].1) }
+    }
+
+    /// Somebody is fetching.
+    pub fn touch(&self) {
+        *self.progress.lock() = Instant::now();
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let table = self.blocks.drain(..).map(|block| block.1).collect();
+        self.shared.send(Errand::Release(table));
+    }
+}
+
+/// All leases of an engine.
+pub(super) struct Leases {
+    max_blocks: usize,
+    terms: OnceLock<Terms>,
+    held: Mutex<Held>,
+}
+
+#[derive(Default)]
+struct Held {
+    by_id: HashMap<u64, Arc<Lease>>,
+    blocks: usize,
+    closed: bool,
+}
+
+impl Held {
+    fn remove(&mut self, id: u64) -> Option<Arc<Lease>> {
+        let lease = self.by_id.remove(&id)?;
+        self.blocks -= lease.blocks.len();
+        Some(lease)
+    }
+}
+
+impl Leases {
+    pub(super) fn new(max_blocks: usize) -> Self {
+        Self { max_blocks, terms: OnceLock::new(), held: Mutex::default() }
+    }
+
+    pub(super) fn open(&self, terms: Terms) {
+        self.terms.get_or_init(|| terms);
+    }
+
+    /// Describes the lease that `make` makes of `table`; gives `table` back when there is no room, or nobody to serve it.
+    pub(super) fn grant(&self, make: impl FnOnce(u64) -> Lease, table: Vec<BlockId>) -> Result<String, Vec<BlockId>> {
+        let Some(terms) = self.terms.get() else { return Err(table) };
+        let mut held = self.held.lock();
+        let full = held.by_id.len() >= MAX_LEASES || held.blocks + table.len() > self.max_blocks;
+        if full || held.closed {
+            return Err(table);
+        }
+        let lease = Arc::new(make(rand::random()));
+        held.blocks += table.len();
+        held.by_id.insert(lease.id, lease.clone());
+        drop(held);
+        Ok((terms.describe)(&lease))
+    }
+
+    pub(super) fn get(&self, id: u64) -> Result<Arc<Lease>, LeaseGone> {
+        let lease = self.held.lock().by_id.get(&id).cloned().ok_or(LeaseGone)?;
+        lease.touch();
+        Ok(lease)
+    }
+
+    pub(super) fn end(&self, id: u64) {
+        // Dropped after the lock is free.
+        let _lease = self.held.lock().remove(id);
+    }
+
+    pub(super) fn expire(&self, now: Instant) -> usize {
+        let Some(terms) = self.terms.get() else { return 0 };
+        let mut held = self.held.lock();
+        let idle = |lease: &Lease| now.saturating_duration_since(*lease.progress.lock()) > terms.lifetime;
+        let ids: Vec<u64> = held.by_id.values().filter(|lease| idle(lease)).map(|lease| lease.id).collect();
+        let gone: Vec<_> = ids.into_iter().filter_map(|id| held.remove(id)).collect();
+        drop(held);
+        gone.len()
+    }
+
+    pub(super) fn held(&self) -> (usize, usize) {
+        let held = self.held.lock();
+        (held.by_id.len(), held.blocks)
+    }
+
+    pub(super) fn close(&self) {
+        let mut held = self.held.lock();
+        held.closed = true;
+        held.blocks = 0;
+        let gone = std::mem::take(&mut held.by_id);
+        drop(held);
+        drop(gone);
+    }
+}

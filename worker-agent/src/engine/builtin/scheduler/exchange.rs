@@ -1,0 +1,70 @@
+//! Blocks that the scheduler hands to others, and takes from them: a prompt computed for another engine, room for blocks that
+//! are on their way, and their arrival.
+
+use kv_hashing::{BlockHash, SequenceHash};
+
+use super::{Request, RequestId, Scheduler};
+use crate::engine::builtin::BlockId;
+use crate::engine::builtin::exchange::{Import, NoRoom};
+
+#[cfg(test)]
+mod tests;
+
+/// The full blocks of a prompt that was computed for another engine; still held.
+#[derive(Debug)]
+pub struct Handover {
+    /// The request, which has ended.
+    pub id: RequestId,
+    /// Names of the blocks, in order.
+    pub hashes: Vec<SequenceHash>,
+    /// The blocks.
+    pub table: Vec<BlockId>,
+}
+
+impl Request {
+    /// Leading blocks that may come from a cache: never the last token, whose logits are needed, and none at all when those of
+    /// all tokens are.
+    pub fn reusable(&self) -> &[(BlockHash, SequenceHash)] {
+        let blocks = if self.prompt_logprobs { 0 } else { self.block_size.full_blocks(self.tokens.len() - 1) };
+        &self.hashes[..blocks]
+    }
+}
+
+impl Scheduler {
+    /// What ended in the last step with its blocks kept for another engine. The caller releases them.
+    pub fn take_handovers(&mut self) -> Vec<Handover> {
+        std::mem::take(&mut self.handovers)
+    }
+
+    /// Gives back blocks that were handed over or reserved.
+    pub fn release(&mut self, table: &[BlockId]) {
+        self.pool.release(table);
+    }
+
+    /// Holds the leading blocks that are cached, and allocates the others for the caller to fill; returns the table, and how
+    /// many were cached. As with admission, running sequences keep a block each to grow into; and while others wait for
+    /// blocks there are none to reserve.
+    pub fn reserve(&mut self, blocks: &[(BlockHash, SequenceHash)]) -> Result<(Vec<BlockId>, usize), NoRoom> {
+        let prefix = self.pool.prefix(blocks.iter().map(|block| block.1));
+        let missing = blocks.len() - prefix.blocks;
+        let short = self.pool.available() < prefix.idle + missing + self.running.len();
+        if missing > 0 && (self.lacks_blocks || short) {
+            return Err(NoRoom::Blocks);
+        }
+        let here = blocks[..prefix.blocks].iter();
+        let mut table: Vec<_> = here.filter_map(|block| self.pool.acquire(block.1)).collect();
+        self.pool.allocate(missing, &mut table).map_err(|_| NoRoom::Blocks)?;
+        Ok((table, prefix.blocks))
+    }
+
+    /// Caches the blocks that have come, and gives all of a reservation back to the pool: they are what is evicted last.
+    pub fn import(&mut self, import: Import) {
+        let Import { blocks, mut table, new } = import;
+        for index in new {
+            let (local, hash) = blocks[index];
+            let parent = index.checked_sub(1).map(|parent| blocks[parent].1);
+            table[index] = self.pool.commit(table[index], parent, hash, local);
+        }
+        self.pool.release(&table);
+    }
+}
