@@ -12,7 +12,7 @@ mod trouble;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use arc_swap::ArcSwap;
 use kv_hashing::BlockSize;
@@ -36,6 +36,9 @@ pub(crate) use trouble::{Silence, Trouble};
 
 /// Tokens per block where a card does not say; only the load is counted in them then.
 const DEFAULT_BLOCK_SIZE: BlockSize = BlockSize::new(16).expect("not zero");
+
+/// How long prefill workers that cannot be reached count as starting.
+const STARTING: Duration = Duration::from_secs(10);
 
 /// Most model names remembered, those that are announced now apart: enough for years of rollouts.
 const NAMES: usize = 1024;
@@ -253,7 +256,11 @@ impl Workers {
                 routable.push(life.routing_worker());
             }
             let created_s = self.created.get(&name).copied().unwrap_or_else(now_s);
-            let served = Arc::new(ServedModel { card: newest.spec().card.clone(), model: model.clone(), created_s });
+            let mut card = newest.spec().card.clone();
+            // A request must fit into whichever worker it comes to, also in its middle.
+            let contexts = lives.iter().map(|life| life.spec().card.context_length).filter(|context| *context > 0);
+            card.context_length = contexts.min().unwrap_or(0);
+            let served = Arc::new(ServedModel { card, model: model.clone(), created_s });
             let (block_size, prefill) = (block_size.unwrap_or(DEFAULT_BLOCK_SIZE), prefill_pool(&lives));
             models.insert(name, ModelView { served, block_size, prefill });
         }
@@ -319,8 +326,10 @@ fn prefill_pool(lives: &[&Arc<Life>]) -> PrefillPool {
     }
     own.into_iter().filter(|life| !life.is_draining()).fold(PrefillPool::None, |pool, life| match pool {
         PrefillPool::Open => pool,
-        _ if life.was_reached() => PrefillPool::Open,
-        _ => PrefillPool::Starting,
+        // A request waits while the first connection is being made.
+        _ if life.was_reached() || life.is_routable() => PrefillPool::Open,
+        PrefillPool::Starting(until) => PrefillPool::Starting(until.max(life.since() + STARTING)),
+        PrefillPool::None => PrefillPool::Starting(life.since() + STARTING),
     })
 }
 

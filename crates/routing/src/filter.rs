@@ -61,6 +61,8 @@ pub struct Request<'a> {
     pub pinned: Option<Target>,
     /// Workers that failed this request already, or are not wanted.
     pub excluded: &'a [Target],
+    /// Somebody reads its answer already: it goes on at once, over thresholds and before those that wait.
+    pub begun: bool,
     /// Weights of its own ([`crate::CostOverrides::apply`]).
     pub cost: Option<CostConfig>,
 }
@@ -77,6 +79,7 @@ impl<'a> Request<'a> {
             labels: &[],
             pinned: None,
             excluded: &[],
+            begun: false,
             cost: None,
         }
     }

@@ -292,7 +292,7 @@ impl Selector {
         if self.config.mode == Mode::Direct && request.pinned.is_none() {
             return Err(Refusal::NeedsTarget);
         }
-        if saturated {
+        if saturated && !request.begun {
             return Err(Refusal::Saturated);
         }
         let Workspace { candidates, eligible, values, .. } = work;
@@ -346,7 +346,8 @@ impl Selector {
             let (load, potential_blocks) = loads.at(rank);
             let shared_beyond = pool.beyond(overlap);
             let unbooked = if listens { loads.unbooked(rank) } else { RankView::default() };
-            let exclusion = if watches { self.config.busy.exceeded(worker, load, unbooked) } else { None };
+            let exclusion =
+                if watches && !request.begun { self.config.busy.exceeded(worker, load, unbooked) } else { None };
             let mut cost = f64::INFINITY;
             match exclusion {
                 Some(reason) => left_out.note(reason),

@@ -22,6 +22,10 @@ pub(crate) struct Ask {
     pinned: Option<Target>,
     /// Workers of which roles may run it now.
     pub(super) roles: Roles,
+    /// Its answer has begun, elsewhere.
+    begun: bool,
+    /// The KV of its prompt is fetched, and not computed.
+    pub(super) fetches: bool,
     pub(super) hints: RoutingHints,
     /// Weights of its own.
     cost: Option<CostConfig>,
@@ -64,13 +68,15 @@ impl Ask {
             prompt,
             pinned: options.pinned_worker.map(pin),
             roles: Roles::WHOLE,
+            begun: false,
+            fetches: false,
             cost: own_cost.map_err(|error| DispatchError::Invalid(error.to_string()))?,
             excluded: hints.excluded.iter().map(|worker| Target::worker(WorkerId(*worker))).collect(),
             hints,
         })
     }
 
-    /// Takes over what has been generated of it: a worker has to compute that too. It is let in before all that wait, since it
+    /// Takes over what has been generated of it: a worker has to compute that too. It waits no more: it
     /// waited once, and somebody reads its answer. Cost: hashing the prompt.
     pub(super) fn resume(&mut self, request: &Generate) {
         let space = HashSpace::new(Some(&request.lora), Some(&request.cache_namespace));
@@ -78,7 +84,7 @@ impl Ask {
         let generated = request.token_ids.len().saturating_sub(self.prompt.tokens) as u32;
         self.prompt.blocks = sequence_hashes(&self.blocks).into();
         self.prompt.tokens = request.token_ids.len();
-        self.hints.strict_priority = i32::MAX;
+        self.begun = true;
         self.hints.expected_output_tokens = self.hints.expected_output_tokens.map(|n| n.saturating_sub(generated));
     }
 
@@ -95,6 +101,7 @@ impl Ask {
             labels: &self.hints.labels,
             pinned: self.pinned,
             roles: self.roles,
+            begun: self.begun,
             excluded: &self.excluded,
             cost: self.cost,
             ..Request::new(&self.model, &self.prompt)

@@ -89,12 +89,14 @@ impl Attempts {
         let mut last_error = None;
         for _ in 0..ATTEMPTS {
             let Some(placed) = self.place(ask, tokenizer).await? else { break };
-            let Found { view, decision, booking, .. } = placed;
+            let Found { view, held, decision, booking } = placed;
             let worker = decision.rank.worker;
             ask.failed_at(worker);
-            let Some(life) = view.workers.get(&worker) else { continue };
-            match self.attempt(life, frame).await {
-                Ok(answer) => return Ok(self.leg(life.clone(), &decision, booking, answer, ask)),
+            let Some(life) = view.workers.get(&worker).cloned() else { continue };
+            // The first token may take minutes.
+            drop((view, held));
+            match self.attempt(&life, frame).await {
+                Ok(answer) => return Ok(self.leg(life, &decision, booking, answer, ask)),
                 Err(Failure::Final(error)) => return Err(error),
                 Err(Failure::Retry { reason, error }) => {
                     self.cluster.metrics.retries.get_or_create(&ReasonLabels { reason }).inc();
@@ -196,7 +198,9 @@ impl Attempts {
         // The prompt is computed, even if nobody reads the first token for a while.
         booking.generated(0);
         let overlap_blocks = decision.terms.overlap.total();
-        let first_block = ask.blocks.first().filter(|_| self.match_prefixes() && self.cluster.kv_events);
+        // Blocks that were fetched a moment ago count as reused, and nobody knew of them.
+        let comparable = self.match_prefixes() && self.cluster.kv_events && !ask.fetches;
+        let first_block = ask.blocks.first().filter(|_| comparable);
         let expected = first_block.map(|&first_block| Expected {
             rank: decision.rank,
             blocks: overlap_blocks,

@@ -51,6 +51,8 @@ pub(crate) struct Named<'a> {
     pub(crate) expected_output_tokens: Option<usize>,
     /// Its place among those that wait.
     pub(crate) ticket: Option<Ticket>,
+    /// The KV of its full blocks is fetched, and not computed.
+    pub(crate) fetches: bool,
 }
 
 impl Placement {
@@ -100,7 +102,7 @@ impl Placement {
         let State { selector, load, booked, log, lanes } = &mut *state;
         let mut rng = rand::rng();
         let span = span::open(named.request, request, selector.config().mode).entered();
-        if lanes.is_blocked(request.model, named.ticket) {
+        if lanes.is_blocked(request, named.ticket) {
             // What can never be placed need not wait to hear so.
             let outcome = selector.explain(workers, request, overlaps, load, &mut rng).outcome;
             let refusal = outcome.err().unwrap_or(Refusal::Saturated);
@@ -116,7 +118,10 @@ impl Placement {
         }
         let decision = outcome?;
         let size = request.prompt.block_size;
-        let cached = decision.terms.overlap.total() as usize * size.get();
+        let cached = match named.fetches {
+            true => size.full_blocks(request.prompt.tokens) * size.get(),
+            false => decision.terms.overlap.total() as usize * size.get(),
+        };
         // A client may use an id again, and a request may be tried again: to other routers each is another one.
         *booked += 1;
         let name: Arc<str> = format!("{}/{booked}", named.request).into();
@@ -210,13 +215,17 @@ mod tests {
     const RANK: WorkerRank = WorkerRank { worker: WorkerId(1), dp_rank: 0 };
 
     fn placed(tokens: usize) -> (Arc<Placement>, Booking) {
+        placed_where(tokens, false)
+    }
+
+    fn placed_where(tokens: usize, fetches: bool) -> (Arc<Placement>, Booking) {
         let placement = Arc::new(Placement::new(&Selection::default(), RouterId(1), Gauge::default()));
         let block_size = BlockSize::new(4).expect("not zero");
         let prompt = Prompt { blocks: [].into(), tokens, block_size };
         let request = Request::new("m", &prompt);
         let set: WorkerSet = [Worker::new(RANK, "w", "m")].into_iter().collect();
         let id = "r".into();
-        let named = Named { request: &id, expected_output_tokens: None, ticket: None };
+        let named = Named { request: &id, expected_output_tokens: None, ticket: None, fetches };
         let (_, booking) = placement.decide(&set, &request, &Overlaps::default(), named).expect("one worker");
         (placement, booking)
     }
@@ -233,6 +242,12 @@ mod tests {
             drop(booking);
             assert_eq!((placement.state.lock().load.total_requests(), placement.in_flight.get()), (0, 0));
         }
+    }
+
+    #[test]
+    fn kv_that_is_fetched_is_no_prompt_to_compute() {
+        let (placement, _booking) = placed_where(11, true);
+        assert_eq!(placement.state.lock().load.rank(RANK).prefill_tokens, 3, "what is over full blocks");
     }
 
     #[test]

@@ -42,6 +42,7 @@ impl Placement {
                 request: &ask.id,
                 expected_output_tokens: ask.hints.expected_output_tokens.map(|tokens| tokens as usize),
                 ticket: place.as_ref().map(queue::Place::ticket),
+                fetches: ask.fetches,
             };
             match self.decide(workers(&view), &ask.request(), &held, named) {
                 Ok((decision, booking)) => {
@@ -55,7 +56,7 @@ impl Placement {
             }
             match &mut place {
                 Some(place) => place.turn(published).await?,
-                None => place = Some(self.queue(&ask.model, ask.rank(&held), &cluster.metrics)?),
+                None => place = Some(self.queue(&ask.request(), ask.rank(&held), &cluster.metrics)?),
             }
         }
     }

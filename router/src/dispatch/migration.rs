@@ -106,6 +106,10 @@ impl Migration {
 
     /// Whether the request may leave its worker once more; counts it if so, and counts it as refused if not.
     pub(super) fn may_move(&mut self, cause: Cause) -> bool {
+        // Leaving a first half is what it is for.
+        if self.is_first_half() {
+            return true;
+        }
         let again = cause == Cause::Failed && std::mem::replace(&mut self.engine_failed, true);
         if self.job.is_none() || self.left == 0 || again {
             self.attempts.cluster.metrics.migrations_refused.get_or_create(&cause.label()).inc();
@@ -123,10 +127,11 @@ impl Migration {
     /// Finds the worker of the second half; `params` tell it how the KV of the prompt is fetched.
     pub(super) async fn hand_over(mut self, params: String) -> (Self, Result<Leg, DispatchError>) {
         let job = self.job.as_mut().expect("the job of a first half is kept");
-        self.attempts.count(if params.is_empty() { "not kept" } else { "remote" });
+        let kept = if params.is_empty() { "not kept" } else { "remote" };
         job.join(params);
         job.ask.resume(&job.request);
         let leg = self.attempts.run(job).await;
+        self.attempts.count(if leg.is_ok() { kept } else { "no decode worker" });
         self.moved = true;
         (self, leg)
     }

@@ -5,9 +5,11 @@
 //! one whose worker was lost (`migration`), which fetches the blocks it lacks. Where no prefill worker can, the decode worker
 //! computes the prompt: the client sees a later first token, and nothing else.
 
-use routing::{ConditionalDisagg, Halves, Role, Roles, Whole};
+use routing::{ConditionalDisagg, Halves, Refusal, Role, Roles, Whole};
+use tokio::time::Instant;
 
 use super::attempts::{Attempts, Job, Leg};
+use super::stage;
 use crate::backend::DispatchError;
 use crate::metrics::ReasonLabels;
 use crate::workers::ClusterView;
@@ -17,8 +19,8 @@ use crate::workers::ClusterView;
 pub(crate) enum PrefillPool {
     /// None but those that leave, or nobody to go on after them: no request is split.
     None,
-    /// Some, and none of them could be reached yet.
-    Starting,
+    /// Some, and none of them could be reached yet: until then it counts as one that starts, and not as one that is broken.
+    Starting(Instant),
     /// One at least that was reached. If it is lost now, prompts are computed elsewhere until another comes.
     Open,
 }
@@ -34,6 +36,7 @@ impl Job {
     pub(super) fn join(&mut self, disaggregated_params: String) {
         self.ask.roles = Roles::WHOLE;
         self.request.prefill_only = false;
+        self.ask.fetches = !disaggregated_params.is_empty();
         self.request.disaggregated_params = disaggregated_params;
     }
 }
@@ -51,8 +54,9 @@ impl Attempts {
         if pool == PrefillPool::None || job.ask.is_pinned() {
             return Ok(false);
         }
-        if pool == PrefillPool::Starting {
-            return Err(DispatchError::NoWorker { model: job.ask.model.clone() });
+        if let PrefillPool::Starting(until) = pool {
+            let starts = Instant::now() < until;
+            return if starts { Err(DispatchError::NoWorker { model: job.ask.model.clone() }) } else { Ok(false) };
         }
         let whole = conditional.and_then(|policy| self.whole(job, view, policy));
         whole.inspect(|whole| self.count(whole.as_str()));
@@ -64,8 +68,8 @@ impl Attempts {
         job.split();
         match self.run(job).await {
             Ok(leg) => Ok(leg),
-            // It would be no better elsewhere.
-            Err(error @ (DispatchError::Invalid(_) | DispatchError::Deadline { .. })) => Err(error),
+            // The client has waited long enough; in the queue of the decode workers it may be another matter.
+            Err(error @ DispatchError::Deadline { stage: stage::FIRST_TOKEN, .. }) => Err(error),
             Err(error) => {
                 tracing::debug!(request = %job.ask.id, %error, "no prefill worker: the decode worker computes the prompt");
                 self.count("failed");
@@ -80,15 +84,19 @@ impl Attempts {
         let held = self.held(&job.ask.blocks);
         let decide = |roles| {
             let request = routing::Request { roles, ..job.ask.request() };
-            self.placement.explain(&view.set, &request, &held).outcome.ok()
+            self.placement.explain(&view.set, &request, &held).outcome
         };
         // Where nobody could decode, that is what the request is to fail of.
-        let decode = decide(Roles::WHOLE)?;
-        let prefill = decide(Roles::only(Role::Prefill))?;
+        let decode = decide(Roles::WHOLE).ok()?;
+        let waiting_prefill = match decide(Roles::only(Role::Prefill)) {
+            Ok(prefill) => prefill.load.prefill_tokens,
+            Err(Refusal::Saturated | Refusal::Busy) => u32::MAX,
+            Err(_) => return None,
+        };
         policy.whole(Halves {
             prompt: job.request.token_ids.len(),
             cached: decode.terms.overlap.total() as usize * job.ask.block_size().get(),
-            waiting_prefill: prefill.load.prefill_tokens,
+            waiting_prefill,
             waiting_decode: decode.load.prefill_tokens,
         })
     }

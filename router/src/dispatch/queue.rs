@@ -1,6 +1,6 @@
 //! Requests that wait because every worker that could take them has as many prompt tokens as it may.
 //!
-//! Each waits in its own task, in a lane of its model. When room may have come up, those at the front are woken and try
+//! Each waits in its own task, in a lane of its model and of the roles that could take it. When room may have come up, those at the front are woken and try
 //! again; whoever leaves, placed or not, wakes the next. So nobody decides for anybody else, and a client that goes away only
 //! takes its place with it. The number of those that wait is bounded, and so is each wait.
 
@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use routing::{Ticket, WaitQueue, Waiting};
+use routing::{Request, Roles, Ticket, WaitQueue, Waiting};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 use tokio::time::{Instant, sleep_until};
@@ -37,11 +37,18 @@ struct Waiter {
     constrained: bool,
 }
 
+/// Who waits for the same workers: the requests for a model, and those for the prompt alone apart from the others.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Lane {
+    model: String,
+    roles: Roles,
+}
+
 /// Everybody who waits.
 pub(super) struct Lanes {
     settings: QueueSettings,
-    /// By model; none is empty.
-    lanes: HashMap<String, WaitQueue<Waiter>>,
+    /// None is empty.
+    lanes: HashMap<Lane, WaitQueue<Waiter>>,
     waiting: usize,
 }
 
@@ -50,10 +57,14 @@ impl Lanes {
         Self { settings, lanes: HashMap::new(), waiting: 0 }
     }
 
-    /// Whether a request for `model` has to let others go first: those that were there before it, or, when it waits itself,
-    /// those in front of it.
-    pub(super) fn is_blocked(&self, model: &str, own: Option<Ticket>) -> bool {
-        let Some(lane) = self.lanes.get(model) else { return false };
+    /// Whether a request has to let others go first: those that were there before it, or, when it waits itself, those in front
+    /// of it. One that has begun lets nobody go first.
+    pub(super) fn is_blocked(&self, request: &Request<'_>, own: Option<Ticket>) -> bool {
+        if self.lanes.is_empty() || request.begun {
+            return false;
+        }
+        let lane = Lane { model: request.model.to_owned(), roles: request.roles };
+        let Some(lane) = self.lanes.get(&lane) else { return false };
         own.is_none_or(|own| front(lane).all(|(ticket, _)| ticket != own))
     }
 
@@ -64,22 +75,22 @@ impl Lanes {
         }
     }
 
-    fn join(&mut self, model: &str, waiting: Waiting, waiter: Waiter) -> Option<Ticket> {
+    fn join(&mut self, lane: &Lane, waiting: Waiting, waiter: Waiter) -> Option<Ticket> {
         if self.waiting >= self.settings.limit {
             return None;
         }
         let QueueSettings { policy, limit, .. } = self.settings;
-        let lane = self.lanes.entry(model.to_owned()).or_insert_with(|| WaitQueue::new(policy, limit));
+        let lane = self.lanes.entry(lane.clone()).or_insert_with(|| WaitQueue::new(policy, limit));
         let ticket = lane.push(waiting, waiter).ok()?;
         self.waiting += 1;
         Some(ticket)
     }
 
-    fn leave(&mut self, model: &str, ticket: Ticket) {
-        let Some(lane) = self.lanes.get_mut(model) else { return };
-        self.waiting -= usize::from(lane.remove(ticket).is_some());
-        if lane.is_empty() {
-            self.lanes.remove(model);
+    fn leave(&mut self, lane: &Lane, ticket: Ticket) {
+        let Some(queue) = self.lanes.get_mut(lane) else { return };
+        self.waiting -= usize::from(queue.remove(ticket).is_some());
+        if queue.is_empty() {
+            self.lanes.remove(lane);
         }
     }
 }
@@ -94,7 +105,7 @@ fn front(lane: &WaitQueue<Waiter>) -> impl Iterator<Item = (Ticket, &Waiter)> {
 pub(super) struct Place {
     placement: Arc<Placement>,
     metrics: Arc<CoreMetrics>,
-    model: String,
+    lane: Lane,
     ticket: Ticket,
     wake: Arc<Notify>,
     since: Instant,
@@ -107,7 +118,7 @@ impl Placement {
     /// Lets a request wait.
     pub(super) fn queue(
         self: &Arc<Self>,
-        model: &str,
+        request: &Request<'_>,
         rank: Rank,
         metrics: &Arc<CoreMetrics>,
     ) -> Result<Place, DispatchError> {
@@ -126,14 +137,15 @@ impl Placement {
             deadline: arrival + timeout,
         };
         let waiter = Waiter { wake: wake.clone(), constrained: rank.constrained };
-        let Some(ticket) = state.lanes.join(model, waiting, waiter) else {
+        let lane = Lane { model: request.model.to_owned(), roles: request.roles };
+        let Some(ticket) = state.lanes.join(&lane, waiting, waiter) else {
             metrics.queue_left.get_or_create(&ReasonLabels { reason: "full" }).inc();
             return Err(DispatchError::Overloaded(format!("{limit} requests wait already")));
         };
         metrics.queue_waiting.set(state.lanes.waiting as i64);
         drop(state);
-        let (placement, metrics, model) = (self.clone(), metrics.clone(), model.to_owned());
-        Ok(Place { placement, metrics, model, ticket, wake, since, timeout, outcome: "gone" })
+        let (placement, metrics) = (self.clone(), metrics.clone());
+        Ok(Place { placement, metrics, lane, ticket, wake, since, timeout, outcome: "gone" })
     }
 }
 
@@ -164,7 +176,7 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         let mut state = self.placement.state.lock();
-        state.lanes.leave(&self.model, self.ticket);
+        state.lanes.leave(&self.lane, self.ticket);
         state.lanes.wake();
         self.metrics.queue_waiting.set(state.lanes.waiting as i64);
         drop(state);

@@ -12,6 +12,7 @@ use protocol::metadata;
 use protocol::request_plane::Output;
 use routing::Role;
 use tokio::sync::Notify;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::models::ModelKey;
@@ -36,6 +37,7 @@ pub(crate) struct Life {
     model_key: ModelKey,
     /// Rises with each life.
     order: u64,
+    since: Instant,
     /// The connection.
     pub(crate) client: Arc<Client>,
     changed: Arc<Notify>,
@@ -70,6 +72,7 @@ impl Life {
             model_key: ModelKey::of(&spec.card),
             spec: ArcSwap::new(spec),
             order,
+            since: Instant::now(),
             client,
             silence: Arc::new(Silence::new(patience, changed.clone())),
             hashes_differ,
@@ -240,6 +243,11 @@ impl Life {
 
     pub(super) fn is_draining(&self) -> bool {
         self.client.is_draining() || self.spec.load().card.armature.as_ref().is_some_and(|card| card.draining)
+    }
+
+    /// When it began.
+    pub(super) fn since(&self) -> Instant {
+        self.since
     }
 
     /// Whether a request could go to it now.

@@ -94,7 +94,8 @@ async fn accept(listener: TcpListener, out: mpsc::Sender<Held>, metrics: Arc<Cor
 
 /// Reads one publisher until it or the collector ends.
 async fn serve(mut stream: TcpStream, out: mpsc::Sender<Held>, room: Arc<Semaphore>) -> Result<(), ZmtpError> {
-    SockRef::from(&stream).set_tcp_keepalive(&TcpKeepalive::new().with_time(KEEPALIVE))?;
+    SockRef::from(&stream)
+        .set_tcp_keepalive(&TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE / 3).with_retries(3))?;
     let rest = shake(&mut stream, "SUB", &["PUB", "XPUB"]).await?;
     timeout(HANDSHAKE, stream.write_all(&encode(&[subscription("")]))).await.map_err(|_| ZmtpError::Handshake)??;
     let mut reader = Reader::new(stream, rest, MAX_MESSAGE);

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::handshake::shake;
 use super::message::{Incoming, encode};
@@ -46,8 +46,9 @@ impl Dialed {
 
     /// The parts of the next message, which comes within `silence`. May be dropped and called again.
     pub(crate) async fn next(&mut self, silence: Duration) -> Result<Vec<Bytes>, ZmtpError> {
+        let due = Instant::now() + silence;
         loop {
-            let next = timeout(silence, self.reader.next(None)).await;
+            let next = timeout_at(due, self.reader.next(None)).await;
             if let Incoming::Message(parts) = next.map_err(|_| ZmtpError::Silent)??.0 {
                 return Ok(parts);
             }

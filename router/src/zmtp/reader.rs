@@ -45,7 +45,13 @@ impl<R: AsyncRead + Unpin> Reader<R> {
         let mut due = Instant::now() + WHOLE;
         loop {
             let needed = match self.decoder.next(&mut self.buffer)? {
-                Ok(incoming) => return Ok((incoming, self.permit.take())),
+                Ok(incoming) => {
+                    if self.permit.is_some() || self.buffer.capacity() > SMALL {
+                        // What a large message lay in goes with it.
+                        self.buffer = BytesMut::from(&self.buffer[..]);
+                    }
+                    return Ok((incoming, self.permit.take()));
+                }
                 Err(needed) => needed,
             };
             if let Some(room) = room

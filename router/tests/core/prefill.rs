@@ -1,7 +1,7 @@
 //! Requests in two halves: who computes the prompt, who goes on with it, and what happens when one of them cannot.
 
-use protocol::request_plane::ErrorCode;
-use router::backend::DispatchError;
+use protocol::request_plane::{ErrorCode, Generate, Stop};
+use router::backend::{Backend, DispatchError, RouteOptions};
 use routing::{ConditionalDisagg, Mode};
 use serde_json::json;
 
@@ -160,7 +160,11 @@ async fn while_the_first_prefill_worker_is_not_reached_yet_clients_are_to_try_ag
     let prefill = Worker::start(life.clone()).await;
     prefill.greet_as(Life::new("another"));
     prefill.register(cluster.directory.path());
-    cluster.until("its card is known", || cluster.backend().workers().get(rank(&prefill)).is_some()).await;
+    cluster
+        .until("nobody answers there", || {
+            cluster.backend().workers().get(rank(&prefill)).is_some_and(|w| w.unreachable)
+        })
+        .await;
     let refused = cluster.generate(&prompt(1, 2)).await.map(|routed| routed.worker_name);
     assert_eq!(refused, Err(DispatchError::NoWorker { model: MODEL.into() }));
     prefill.greet_as(life);
@@ -168,6 +172,39 @@ async fn while_the_first_prefill_worker_is_not_reached_yet_clients_are_to_try_ag
     let routed = cluster.generate(&prompt(1, 2)).await.expect("routed");
     assert_eq!(drain(routed).await, (vec![1, 2, 3], Ok(())));
     assert_eq!(prefill.requests().len(), 1);
+}
+
+#[tokio::test]
+async fn first_halves_that_wait_hold_up_neither_second_halves_nor_whole_requests() {
+    let cluster = Cluster::with(|settings| {
+        settings.selection.selector.queue_threshold = Some(1.0);
+        settings.selection.queue.limit = 1;
+    })
+    .await;
+    let batch = json!({"max_num_batched_tokens": 16});
+    let decode = of_role(&cluster, "d", "decode").await;
+    let card = json!({"worker_type": "prefill", "runtime_config": batch});
+    let prefill = cluster.worker_of(Life { card, ..Life::new("p") }).await;
+    until_split(&cluster).await;
+    // Two requests whose prompts are not computed yet fill the prefill worker; the third waits, and the queue is full.
+    prefill.behave(Behaviour::Silence);
+    let ask = |seed| {
+        let backend = cluster.backend().clone();
+        let stop = Some(Stop { max_tokens: 3, ..Stop::default() });
+        let request = Generate {
+            request_id: format!("r{seed}"),
+            model: MODEL.into(),
+            token_ids: prompt(seed, 6),
+            stop,
+            ..Generate::default()
+        };
+        tokio::spawn(async move { backend.generate(request, RouteOptions::default()).await })
+    };
+    let waiting = [ask(1), ask(2)];
+    cluster.until("one waits", || cluster.metric("armature_router_queue_requests") == 1.0).await;
+    let whole = cluster.generate_pinned(&prompt(3, 2), decode.life.instance_id).await.expect("not held up");
+    assert_eq!(drain(whole).await, (vec![1, 2, 3], Ok(())));
+    waiting.into_iter().for_each(|request| request.abort());
 }
 
 #[tokio::test]

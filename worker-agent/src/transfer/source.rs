@@ -80,7 +80,7 @@ mod tests {
             boot_epoch: "uid/1/x".into(),
             revision: String::new(),
             lease: u64::MAX - 1,
-            layout: KvLayout { model: 1 << 60, shape },
+            layout: KvLayout { format: 1, model: 1 << 60, shape },
             blocks: vec![SequenceHash(0), SequenceHash(u64::MAX)],
         };
         let json = source.to_json();

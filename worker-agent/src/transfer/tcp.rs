@@ -19,6 +19,8 @@ use crate::engine::builtin::exchange::Reservation;
 pub(super) const BACKEND: &str = "tcp";
 
 /// Time for a mebibyte of blocks: 20 MB/s, a slow network. At that speed 16 tokens of a small model (360 KiB) take 18 ms,
+/// Longest wait for a connection and its greeting.
+const GREETING: Duration = Duration::from_secs(1);
 /// about a tenth of the time that computing them takes.
 const PER_MIB: Duration = Duration::from_millis(50);
 /// Time for ending a lease that is not fetched.
@@ -45,7 +47,9 @@ impl KvTransport for Tcp {
     fn pull<'a>(&'a self, source: &'a Source, into: &'a mut Reservation) -> BoxFuture<'a, Result<(), TransferError>> {
         Box::pin(async move {
             let mib = (into.missing().len() * into.block_bytes()).div_ceil(1 << 20) as u32;
-            let mut connection = Connection::open(source, Deadline::new(self.timeout + PER_MIB * mib)).await?;
+            // A worker that cannot be reached must not hold a turn for as long as its bytes would take.
+            let mut connection = Connection::open(source, Deadline::new(self.timeout.min(GREETING))).await?;
+            connection.deadline = Deadline::new(self.timeout + PER_MIB * mib);
             if into.missing().len() > 0 {
                 connection.pull(source.lease, into).await?;
             }

@@ -40,6 +40,7 @@ struct Scene {
     revision: Option<&'static str>,
     labels: Vec<(String, String)>,
     cost: Option<CostConfig>,
+    begun: bool,
     rng: StdRng,
 }
 
@@ -63,6 +64,7 @@ impl Scene {
             revision: None,
             labels: Vec::new(),
             cost: None,
+            begun: false,
             rng: StdRng::seed_from_u64(1),
         }
     }
@@ -97,6 +99,7 @@ impl Scene {
             revision: self.revision,
             labels: &self.labels,
             cost: self.cost,
+            begun: self.begun,
             ..Request::new("m", &prompt)
         };
         with(&mut self.selector, &set, &request, &self.overlaps, &self.load, &mut self.rng)

@@ -28,9 +28,15 @@ use lease::Leases;
 pub use lease::{Lease, LeaseGone, Terms};
 pub use reservation::{Import, Reservation};
 
+/// Number of the meaning of a block's bytes beyond its shape: order, element type, rotation of keys. Whoever changes one of them
+/// counts it up.
+const FORMAT: u32 = 1;
+
 /// What two engines must have in common to exchange blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvLayout {
+    /// [`FORMAT`] of the build.
+    pub format: u32,
     /// Names the weights, as [`super::gguf::Gguf::fingerprint`] does.
     #[serde(with = "hex")]
     pub model: u64,
@@ -79,7 +85,7 @@ pub struct Exchange {
 
 impl Exchange {
     pub(super) fn new(kv: Kv, shared: Arc<Shared>) -> Self {
-        let layout = KvLayout { model: kv.model, shape: kv.arena.shape() };
+        let layout = KvLayout { format: FORMAT, model: kv.model, shape: kv.arena.shape() };
         let leases = Leases::new(kv.arena.blocks() / 2);
         Self { shared, arena: kv.arena, layout, leases }
     }

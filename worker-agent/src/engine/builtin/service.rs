@@ -172,8 +172,12 @@ impl<F: Forward> Runner<F> {
             }
             std::mem::take(&mut inbox.errands)
         };
-        errands.into_iter().for_each(|errand| self.run_errand(errand));
+        // What is given back makes room for what is reserved.
+        let (releases, others): (Vec<_>, Vec<_>) =
+            errands.into_iter().partition(|errand| matches!(errand, Errand::Release(_)));
+        releases.into_iter().for_each(|errand| self.run_errand(errand));
         self.drop_cancelled();
+        others.into_iter().for_each(|errand| self.run_errand(errand));
         let mut inbox = shared.inbox.lock();
         if inbox.closed {
             return false;

@@ -164,6 +164,8 @@ fn a_worker_knows_of_load_that_the_router_does_not() {
     scene.load.report(rank(1), report(Some(40), None), std::time::Duration::ZERO);
     scene.run(1, 20 * 16, 0);
     assert_eq!(scene.exclusions()[0], Some(BusyDecode));
+    scene.begun = true;
+    assert_eq!(scene.exclusions()[0], None, "an answer that has begun goes on");
 }
 
 #[test]
@@ -177,6 +179,9 @@ fn a_request_waits_only_when_nobody_has_room() {
     let more = scene.run(2, 1, 1);
     assert_eq!(scene.decide(), Err(Refusal::Saturated));
     assert_eq!(scene.explain().outcome, Err(Refusal::Saturated));
+    scene.begun = true;
+    assert!(scene.decide().is_ok(), "somebody reads its answer");
+    scene.begun = false;
     scene.worker(2).max_batched_tokens = None;
     assert!(scene.decide().is_ok(), "without a known batch there is no measure");
     scene.worker(2).max_batched_tokens = Some(1000);

@@ -77,7 +77,7 @@ fn decide(placement: &Arc<Placement>, pinned: Option<u64>) -> Result<WorkerRank,
     let pool = PooledRun { rank: rank(3), start: 0, len: 9 };
     let overlaps = Overlaps::new([(rank(1), held), (rank(2), held)], vec![pool]);
     let id = "r".into();
-    let named = Named { request: &id, expected_output_tokens: None, ticket: None };
+    let named = Named { request: &id, expected_output_tokens: None, ticket: None, fetches: false };
     placement.decide(&set, &request, &overlaps, named).map(|(decision, _booking)| decision.rank)
 }
 

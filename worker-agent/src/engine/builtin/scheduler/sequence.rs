@@ -201,6 +201,7 @@ impl Sequence {
             Ok(token) => token,
             Err(error) => {
                 self.ended = true;
+                self.prefill_only = false;
                 outputs.push((self.id, EngineOutput::Failed(format!("{error} at position {}", self.tokens.len()))));
                 return;
             }
