@@ -35,7 +35,7 @@ const FORMAT: u32 = 1;
 /// What two engines must have in common to exchange blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvLayout {
-    /// [`FORMAT`] of the build.
+    /// Number of what the bytes mean beyond that, as the build has it.
     pub format: u32,
     /// Names the weights, as [`super::gguf::Gguf::fingerprint`] does.
     #[serde(with = "hex")]
