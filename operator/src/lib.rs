@@ -32,6 +32,11 @@ use election::Election;
 use election::api::Standing;
 use metrics::Metrics;
 
+/// Longest wait for a connection to the API server.
+const CONNECT: Duration = Duration::from_secs(5);
+/// Longest silence of the API server in the middle of an answer. Watches end after 60 s by themselves; one whose server died before
+/// it answered would never end otherwise.
+const READ: Duration = Duration::from_secs(70);
 /// Longest wait for running reconciles, the Lease and open connections at the end.
 const END_DEADLINE: Duration = Duration::from_secs(10);
 
@@ -55,9 +60,11 @@ pub enum OperatorError {
 /// may have been overtaken must not go on.
 pub async fn run(config: Config, listener: TcpListener, shutdown: CancellationToken) -> Result<(), OperatorError> {
     // Its source is the kubeconfig's error; its own text adds only that the variables of a pod are missing.
-    let cluster = kube::Config::infer().await.map_err(|error| {
+    let mut cluster = kube::Config::infer().await.map_err(|error| {
         OperatorError::Config(std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string))
     })?;
+    cluster.connect_timeout = Some(CONNECT);
+    cluster.read_timeout = Some(READ);
     let client = Client::try_from(cluster)?;
     run_with(client, config, listener, shutdown).await
 }
