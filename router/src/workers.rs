@@ -324,13 +324,13 @@ fn prefill_pool(lives: &[&Arc<Life>]) -> PrefillPool {
     if !others.iter().any(|life| life.is_routable()) {
         return PrefillPool::None;
     }
-    own.into_iter().filter(|life| !life.is_draining()).fold(PrefillPool::None, |pool, life| match pool {
-        PrefillPool::Open => pool,
-        // A request waits while the first connection is being made.
-        _ if life.was_reached() || life.is_routable() => PrefillPool::Open,
-        PrefillPool::Starting(until) => PrefillPool::Starting(until.max(life.since() + STARTING)),
-        PrefillPool::None => PrefillPool::Starting(life.since() + STARTING),
-    })
+    let stay: Vec<_> = own.into_iter().filter(|life| !life.is_draining()).collect();
+    // A request waits while the first connection is being made.
+    if stay.iter().any(|life| life.was_reached() || life.is_routable()) {
+        return PrefillPool::Open;
+    }
+    let newest = stay.iter().map(|life| life.since()).max();
+    newest.map_or(PrefillPool::None, |since| PrefillPool::Starting(since + STARTING))
 }
 
 /// Adds the names that are new; of too many, the oldest that nobody announces are forgotten.

@@ -46,7 +46,7 @@ pub struct Server {
     pub exchange: Arc<Exchange>,
     /// This life of the worker.
     pub boot_epoch: String,
-    /// Revision of its pod template.
+    /// Blocks move only between workers with the same one.
     pub revision: String,
     /// Counts.
     pub metrics: TransferMetrics,
