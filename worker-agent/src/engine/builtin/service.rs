@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use protocol::request_plane::Generate;
@@ -16,6 +16,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::Forward;
 use super::exchange::Exchange;
+use super::exchange::queue::Queue;
 use super::scheduler::{Handover, InvalidConfig, RequestId, Scheduler, SchedulerConfig};
 use super::stop::Vocabulary;
 use crate::engine::{ArenaEvent, Engine, EngineInfo, EngineLoad, EngineOutput, SubmitError};
@@ -69,6 +70,7 @@ impl BuiltIn {
             forward,
             shared: shared.clone(),
             exchange: exchange.clone(),
+            reserving: Queue::default(),
             outputs: HashMap::new(),
             events,
             logits: Vec::new(),
@@ -134,6 +136,8 @@ struct Runner<F> {
     forward: F,
     shared: Arc<Shared>,
     exchange: Option<Arc<Exchange>>,
+    /// Fetches that wait for room.
+    reserving: Queue,
     /// Of the requests that have not ended.
     outputs: HashMap<RequestId, UnboundedSender<EngineOutput>>,
     events: UnboundedSender<ArenaEvent>,
@@ -146,13 +150,20 @@ struct Runner<F> {
 impl<F: Forward> Runner<F> {
     fn run(mut self) {
         let cause = loop {
-            if !self.take_requests() {
-                break "the engine was shut down".to_owned();
-            }
-            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.step())) {
-                let cause = format!("the engine failed: {}", message(&*panic));
-                tracing::error!(unfinished = self.outputs.len(), "{cause}");
-                break cause;
+            let turn = AssertUnwindSafe(|| {
+                self.take_requests() && {
+                    self.step();
+                    true
+                }
+            });
+            match catch_unwind(turn) {
+                Ok(true) => {}
+                Ok(false) => break "the engine was shut down".to_owned(),
+                Err(panic) => {
+                    let cause = format!("the engine failed: {}", message(&*panic));
+                    tracing::error!(unfinished = self.outputs.len(), "{cause}");
+                    break cause;
+                }
             }
         };
         self.stop(&cause);
@@ -164,10 +175,10 @@ impl<F: Forward> Runner<F> {
         let shared = self.shared.clone();
         let errands = {
             let mut inbox = shared.inbox.lock();
-            while idle && inbox.is_empty() {
+            while idle && inbox.is_empty() && self.reserving.is_empty() {
                 shared.wake.wait(&mut inbox);
             }
-            if self.stalled && inbox.is_empty() {
+            if (self.stalled || idle) && inbox.is_empty() {
                 shared.wake.wait_for(&mut inbox, STALL);
             }
             std::mem::take(&mut inbox.errands)
@@ -177,6 +188,9 @@ impl<F: Forward> Runner<F> {
             errands.into_iter().partition(|errand| matches!(errand, Errand::Release(_)));
         releases.into_iter().for_each(|errand| self.run_errand(errand));
         self.drop_cancelled();
+        if let Some(exchange) = &self.exchange {
+            self.reserving.serve(exchange, &mut self.scheduler, Instant::now());
+        }
         others.into_iter().for_each(|errand| self.run_errand(errand));
         let mut inbox = shared.inbox.lock();
         if inbox.closed {
@@ -210,11 +224,10 @@ impl<F: Forward> Runner<F> {
     fn run_errand(&mut self, errand: Errand) {
         match errand {
             Errand::Release(table) => self.scheduler.release(&table),
-            Errand::Reserve { blocks, reply } => {
-                let Some(exchange) = self.exchange.as_ref().filter(|_| !reply.is_closed()) else { return };
-                let reserved = self.scheduler.reserve(&blocks);
-                // If nobody takes it, the reservation gives itself back.
-                let _ = reply.send(reserved.map(|(table, here)| exchange.reservation(blocks, table, here)));
+            Errand::Reserve(ask) => {
+                if let Some(exchange) = &self.exchange {
+                    self.reserving.ask(ask, exchange, &mut self.scheduler, Instant::now());
+                }
             }
         }
     }
@@ -310,6 +323,7 @@ impl<F: Forward> Runner<F> {
         if let Some(exchange) = &self.exchange {
             exchange.close();
         }
+        self.shared.stopped.cancel();
         self.scheduler.abort();
         self.publish_load();
         self.publish_events();

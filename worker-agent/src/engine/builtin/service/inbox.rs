@@ -8,10 +8,11 @@ use kv_hashing::{BlockHash, SequenceHash};
 use parking_lot::{Condvar, Mutex};
 use protocol::request_plane::Generate;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, WeakUnboundedSender, unbounded_channel};
-use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
 
 use crate::engine::builtin::BlockId;
-use crate::engine::builtin::exchange::{Import, NoRoom, Reservation};
+use crate::engine::builtin::exchange::Import;
+use crate::engine::builtin::exchange::queue::Ask;
 use crate::engine::builtin::scheduler::{Limits, Request};
 use crate::engine::{EngineLoad, EngineOutput, SubmitError};
 
@@ -20,13 +21,16 @@ pub(in crate::engine::builtin) struct Shared {
     pub(super) inbox: Mutex<Inbox>,
     pub(super) wake: Condvar,
     pub(super) load: LoadCells,
+    /// The engine's thread has ended.
+    pub(super) stopped: CancellationToken,
     limits: Limits,
     max_waiting: usize,
 }
 
 impl Shared {
     pub(super) fn new(limits: Limits, max_waiting: usize) -> Self {
-        Self { inbox: Mutex::default(), wake: Condvar::new(), load: LoadCells::default(), limits, max_waiting }
+        let (inbox, wake, load, stopped) = Default::default();
+        Self { inbox, wake, load, stopped, limits, max_waiting }
     }
 
     /// Checks a request and takes a place in the queue for it. There is no place where the answer had ended before it came
@@ -89,6 +93,11 @@ impl Place {
     /// The blocks that the request can reuse, in order.
     pub fn reusable(&self) -> &[(BlockHash, SequenceHash)] {
         self.request.as_ref().map_or(&[], |(request, _)| request.reusable())
+    }
+
+    /// Waits until the engine has stopped.
+    pub async fn stopped(&self) {
+        self.shared.stopped.cancelled().await;
     }
 
     /// Waits until nobody waits for the request.
@@ -162,13 +171,8 @@ pub(super) struct Submission {
 
 /// What those who move blocks ask of the engine's thread.
 pub(in crate::engine::builtin) enum Errand {
-    /// Hold these blocks, the ones that are not here being reserved. Nobody listening: they are released at once.
-    Reserve {
-        /// A sequence's leading blocks.
-        blocks: Vec<(BlockHash, SequenceHash)>,
-        /// Who asks.
-        reply: oneshot::Sender<Result<Reservation, NoRoom>>,
-    },
+    /// Hold blocks, the ones that are not here being reserved.
+    Reserve(Ask),
     /// Give back what was held.
     Release(Vec<BlockId>),
 }
