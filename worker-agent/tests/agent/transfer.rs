@@ -46,7 +46,7 @@ async fn a_prompt_is_computed_by_one_agent_and_answered_by_another() {
     };
     let mocked = MockedModel::read(&model_file(), options).expect("a model file");
     let sizes = OpenOptions { total_blocks: 64, ..OpenOptions::default() };
-    let engine = || Arc::new(mocked.start(sizes).expect("starts"));
+    let engine = || Arc::new(mocked.start(sizes.clone()).expect("starts"));
     let prefill = Worker::with_engine(engine(), &["--role", "prefill"]).await;
     let decode = Worker::with_engine(engine(), &["--role", "decode"]).await;
     let (mut to_prefill, mut to_decode) = (prefill.router().await, decode.router().await);

@@ -41,8 +41,8 @@ impl Scheduler {
         self.pool.release(table);
     }
 
-    /// Holds the leading blocks that are cached, and allocates the others for the caller to fill; returns the table, and how
-    /// many were cached. As with admission, running sequences keep a block each to grow into; and while others wait for
+    /// Holds the leading blocks that are cached or in host memory, and allocates the others for the caller to fill; returns the
+    /// table, and how many need not be filled. The moves that this leaves come before anything else is written. As with admission, running sequences keep a block each to grow into; and while others wait for
     /// blocks there are none to reserve.
     pub fn reserve(&mut self, blocks: &[(BlockHash, SequenceHash)]) -> Result<(Vec<BlockId>, usize), NoRoom> {
         let prefix = self.pool.prefix(blocks.iter().map(|block| block.1));
@@ -54,7 +54,8 @@ impl Scheduler {
         let here = blocks[..prefix.blocks].iter();
         let mut table: Vec<_> = here.filter_map(|block| self.pool.acquire(block.1)).collect();
         self.pool.allocate(missing, &mut table).map_err(|_| NoRoom::Blocks)?;
-        Ok((table, prefix.blocks))
+        let here = self.fill_from_host(blocks, &mut table, prefix.blocks);
+        Ok((table, here))
     }
 
     /// Caches the blocks that have come, and gives all of a reservation back to the pool: they are what is evicted last.

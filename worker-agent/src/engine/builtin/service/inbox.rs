@@ -13,6 +13,7 @@ use tokio::sync::oneshot;
 use crate::engine::builtin::BlockId;
 use crate::engine::builtin::exchange::{Import, NoRoom, Reservation};
 use crate::engine::builtin::scheduler::{Limits, Request};
+use crate::engine::builtin::tiers::Done;
 use crate::engine::{EngineLoad, EngineOutput, SubmitError};
 
 /// What callers and the engine's thread share.
@@ -129,7 +130,7 @@ pub(super) struct Inbox {
     placed: usize,
     /// Of the requests that the scheduler has and that wait for their first step; weak, for only the engine's thread ends them.
     pub(super) not_started: Vec<WeakUnboundedSender<EngineOutput>>,
-    /// Bounded by leases and reservations: each leaves one at its beginning and one at its end.
+    /// Bounded by leases and reservations, which leave one at their beginning and one at their end, and by the disk's queues.
     pub(super) errands: Vec<Errand>,
     /// No request will be taken any more.
     pub(super) closed: bool,
@@ -171,6 +172,8 @@ pub(in crate::engine::builtin) enum Errand {
     },
     /// Give back what was held.
     Release(Vec<BlockId>),
+    /// A move of the disk has ended.
+    Done(Done),
 }
 
 /// The load after the last change, each figure on its own: a reader may see two figures of neighbouring steps.
