@@ -11,9 +11,11 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 mod mocker;
+mod tiers;
 mod transfer;
 
 pub use mocker::MockerConfig;
+pub use tiers::TierConfig;
 pub use transfer::{TransferConfig, TransferSettings};
 
 /// Flags of a worker.
@@ -91,6 +93,9 @@ pub struct Config {
     /// KV transfer
     #[command(flatten)]
     pub transfer: TransferConfig,
+    /// KV blocks below the arena
+    #[command(flatten)]
+    pub tiers: TierConfig,
     /// The mocker
     #[command(flatten)]
     pub mocker: MockerConfig,
@@ -296,6 +301,7 @@ impl Config {
             let rule = "must be at least --max-num-seqs: each running sequence takes one token of a step";
             return Err(ConfigError::Invalid { flag: "--max-num-batched-tokens", value, rule });
         }
+        self.tiers()?;
         self.mocker.check()
     }
 

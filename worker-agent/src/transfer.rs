@@ -15,6 +15,7 @@ use tokio::sync::Semaphore;
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use crate::engine::builtin::exchange::{Exchange, Import, KvLayout, Lease, NoRoom, Place, Reservation, Terms};
+use crate::engine::builtin::tiers::metrics::TierMetrics;
 use crate::engine::{ArenaEvent, Engine, EngineInfo, EngineLoad, EngineOutput, SubmitError};
 use crate::metrics::observe;
 
@@ -143,6 +144,10 @@ impl Engine for Transfers {
 
     fn exchange(&self) -> Option<Arc<Exchange>> {
         Some(self.fetcher.exchange.clone())
+    }
+
+    fn tiers(&self) -> Option<TierMetrics> {
+        self.engine.tiers()
     }
 }
 

@@ -23,11 +23,21 @@ pub(in crate::engine::builtin) struct Ask {
 #[derive(Default)]
 pub(in crate::engine::builtin) struct Queue {
     waiting: VecDeque<(Instant, Ask)>,
+    /// Room that was found, and who gets it.
+    granted: Vec<(oneshot::Sender<Result<Reservation, NoRoom>>, Reservation)>,
 }
 
 impl Queue {
     pub(in crate::engine::builtin) fn is_empty(&self) -> bool {
         self.waiting.is_empty()
+    }
+
+    /// Hands out what was reserved. Comes after the moves that made the room.
+    pub(in crate::engine::builtin) fn answer(&mut self) {
+        for (reply, reservation) in self.granted.drain(..) {
+            // If nobody takes it, the reservation gives itself back.
+            let _ = reply.send(Ok(reservation));
+        }
     }
 
     /// Reserves at once if nobody was there before. Who needs no room, since all blocks are here, waits for nobody.
@@ -42,7 +52,7 @@ impl Queue {
         let missing = scheduler.missing(&ask.blocks);
         let kept = ask.blocks.len() - missing.saturating_sub(exchange.max_reserved());
         ask.blocks.truncate(kept);
-        if let Some(ask) = reserve(ask, self.is_empty(), exchange, scheduler) {
+        if let Some(ask) = self.reserve(ask, self.is_empty(), exchange, scheduler) {
             self.waiting.push_back((now + ask.patience, ask));
         }
     }
@@ -50,7 +60,7 @@ impl Queue {
     /// Looks again at those that wait. Cost: one look at the first of them, if it has to go on waiting.
     pub(in crate::engine::builtin) fn serve(&mut self, exchange: &Exchange, scheduler: &mut Scheduler, now: Instant) {
         while let Some((until, ask)) = self.waiting.pop_front() {
-            if let Some(ask) = reserve(ask, true, exchange, scheduler) {
+            if let Some(ask) = self.reserve(ask, true, exchange, scheduler) {
                 self.waiting.push_front((until, ask));
                 break;
             }
@@ -65,16 +75,15 @@ impl Queue {
             }
         }
     }
-}
 
-/// Gives `ask` back when it has to wait.
-fn reserve(ask: Ask, first: bool, exchange: &Exchange, scheduler: &mut Scheduler) -> Option<Ask> {
-    if ask.reply.is_closed() {
-        return None;
+    /// Gives `ask` back when it has to wait.
+    fn reserve(&mut self, ask: Ask, first: bool, exchange: &Exchange, scheduler: &mut Scheduler) -> Option<Ask> {
+        if ask.reply.is_closed() {
+            return None;
+        }
+        let limit = if first { exchange.reservable() } else { 0 };
+        let Some((table, here)) = scheduler.reserve(&ask.blocks, limit) else { return Some(ask) };
+        self.granted.push((ask.reply, exchange.reservation(ask.blocks, table, here)));
+        None
     }
-    let limit = if first { exchange.reservable() } else { 0 };
-    let Some((table, here)) = scheduler.reserve(&ask.blocks, limit) else { return Some(ask) };
-    // If nobody takes it, the reservation gives itself back.
-    let _ = ask.reply.send(Ok(exchange.reservation(ask.blocks, table, here)));
-    None
 }

@@ -46,9 +46,10 @@ impl Scheduler {
         blocks.len() - self.pool.prefix(blocks.iter().map(|block| block.1)).blocks
     }
 
-    /// Holds the leading blocks that are cached, and allocates the others, `limit` at most, for the caller to fill; returns the
-    /// table, and how many were cached. As with admission, running sequences keep a block each to grow into; and while others
-    /// wait for blocks there are none to reserve.
+    /// Holds the leading blocks that are cached or in host memory, and allocates the others, `limit` at most, for the caller to
+    /// fill; returns the table, and how many need not be filled. The moves that this leaves come before anything else is written.
+    /// As with admission, running sequences keep a block each to grow into; and while others wait for blocks there are none to
+    /// reserve.
     pub fn reserve(&mut self, blocks: &[(BlockHash, SequenceHash)], limit: usize) -> Option<(Vec<BlockId>, usize)> {
         let prefix = self.pool.prefix(blocks.iter().map(|block| block.1));
         let missing = blocks.len() - prefix.blocks;
@@ -61,7 +62,8 @@ impl Scheduler {
         let here = blocks[..prefix.blocks].iter();
         let mut table: Vec<_> = here.filter_map(|block| self.pool.acquire(block.1)).collect();
         self.pool.allocate(missing, &mut table).ok()?;
-        Some((table, prefix.blocks))
+        let here = self.fill_from_host(blocks, &mut table, prefix.blocks);
+        Some((table, here))
     }
 
     /// Caches the blocks that have come, and gives all of a reservation back to the pool: they are what is evicted last.

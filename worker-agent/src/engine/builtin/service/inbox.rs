@@ -14,6 +14,7 @@ use crate::engine::builtin::BlockId;
 use crate::engine::builtin::exchange::Import;
 use crate::engine::builtin::exchange::queue::Ask;
 use crate::engine::builtin::scheduler::{Limits, Request};
+use crate::engine::builtin::tiers::Done;
 use crate::engine::{EngineLoad, EngineOutput, SubmitError};
 
 /// What callers and the engine's thread share.
@@ -138,7 +139,7 @@ pub(super) struct Inbox {
     placed: usize,
     /// Of the requests that the scheduler has and that wait for their first step; weak, for only the engine's thread ends them.
     pub(super) not_started: Vec<WeakUnboundedSender<EngineOutput>>,
-    /// Bounded by leases and reservations: each leaves one at its beginning and one at its end.
+    /// Bounded by leases and reservations, which leave one at their beginning and one at their end, and by the disk's queues.
     pub(super) errands: Vec<Errand>,
     /// No request will be taken any more.
     pub(super) closed: bool,
@@ -175,6 +176,8 @@ pub(in crate::engine::builtin) enum Errand {
     Reserve(Ask),
     /// Give back what was held.
     Release(Vec<BlockId>),
+    /// A move of the disk has ended.
+    Done(Done),
 }
 
 /// The load after the last change, each figure on its own: a reader may see two figures of neighbouring steps.
