@@ -181,7 +181,9 @@ impl Agent {
         let draining_metadata = describe(true);
         let entry = Entry::open(settings, &identity).await?;
 
-        let (drain, metrics) = (Arc::new(Drain::default()), Arc::new(Metrics::new(engine.info())));
+        let mut metrics = Metrics::new(engine.info());
+        engine.register(metrics.registry_mut());
+        let (drain, metrics) = (Arc::new(Drain::default()), Arc::new(metrics));
         let (engine, transfer) = with_transfers(engine, settings, &identity, &listeners.transfer, &metrics)?;
         let indexer = Arc::new(Mutex::new(LocalIndexer::new(0, RingLimits::default())));
         let admin = Arc::new(Admin::new(&settings.name, &identity, engine.clone(), metrics.clone(), drain.clone()));

@@ -12,9 +12,11 @@ use clap::{Args, ValueEnum};
 
 mod mocker;
 mod transfer;
+mod vllm;
 
 pub use mocker::MockerConfig;
 pub use transfer::{TransferConfig, TransferSettings};
+pub use vllm::{VllmConfig, VllmSettings};
 
 /// Flags of a worker.
 #[derive(Args, Clone, Debug)]
@@ -94,6 +96,9 @@ pub struct Config {
     /// The mocker
     #[command(flatten)]
     pub mocker: MockerConfig,
+    /// vLLM
+    #[command(flatten)]
+    pub vllm: VllmConfig,
 }
 
 /// What computes.
@@ -103,6 +108,8 @@ pub enum EngineKind {
     BuiltIn,
     /// Nothing: the built-in engine's scheduler and blocks with a timing model. For tests and benchmarks.
     Mocker,
+    /// An unmodified vLLM server beside this worker.
+    Vllm,
 }
 
 /// What a worker does for a request.
@@ -296,7 +303,8 @@ impl Config {
             let rule = "must be at least --max-num-seqs: each running sequence takes one token of a step";
             return Err(ConfigError::Invalid { flag: "--max-num-batched-tokens", value, rule });
         }
-        self.mocker.check()
+        self.mocker.check()?;
+        self.check_vllm()
     }
 
     fn bind_addresses(&self, host: &str) -> Result<BindAddresses, ConfigError> {

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
 use kv_hashing::{BlockHash, SequenceHash};
+use prometheus_client::registry::Registry;
 use protocol::request_plane::Generate;
 use tokio::sync::Semaphore;
 use tokio::sync::mpsc::UnboundedReceiver;
@@ -126,6 +127,10 @@ impl Engine for Transfers {
 
     fn exchange(&self) -> Option<Arc<Exchange>> {
         Some(self.fetcher.exchange.clone())
+    }
+
+    fn register(&self, registry: &mut Registry) {
+        self.engine.register(registry);
     }
 }
 

@@ -13,6 +13,7 @@ mod python;
 mod setup;
 mod test;
 mod tidy;
+mod vllm;
 
 use clap::Parser;
 
