@@ -82,7 +82,7 @@ pub struct Model {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 256))]
     pub name: Option<String>,
-    /// Where its GGUF file is, or for vLLM its directory: hf://org/name (then @revision and /file.gguf where wanted), pvc://claim/path, or file:///path on the
+    /// Where its GGUF file is: hf://org/name (then @revision and /file.gguf where wanted), pvc://claim/path, or file:///path on the
     /// nodes, below a directory that the operator may mount.
     #[schemars(length(max = 1024))]
     #[x_kube(validation = Rule::new(SOURCE_RULE).message(SOURCE_MESSAGE))]

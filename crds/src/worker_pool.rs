@@ -74,7 +74,7 @@ pub struct WorkerTemplate {
     /// The engine that computes; the built-in one where missing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<Engine>,
-    /// Resources of the container that computes: vLLM's where there is one, else the worker's.
+    /// Resources of the worker container.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resources: Option<Resources>,
     /// Labels a node must have.
@@ -83,7 +83,7 @@ pub struct WorkerTemplate {
     /// Taints its pods tolerate.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tolerations: Vec<Toleration>,
-    /// More environment variables of the pod's containers, for example HF_TOKEN from a Secret.
+    /// More environment variables of the worker container, for example HF_TOKEN from a Secret.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub env: Vec<EnvVar>,
     /// More arguments of `armature worker`.
@@ -96,28 +96,12 @@ pub struct WorkerTemplate {
 }
 
 /// The engine of a pool. One of its fields is set.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("!has(self.builtIn) || !has(self.vllm)").message("a pool has one engine: builtIn or vllm"))]
 pub struct Engine {
     /// The engine that is part of this program.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub built_in: Option<BuiltIn>,
-    /// vLLM, in a container beside the worker's.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub vllm: Option<Vllm>,
-}
-
-/// vLLM as it comes. Its address, its KV events and, for the roles prefill and decode, its KV transfer are set by the operator.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct Vllm {
-    /// Image with vLLM.
-    #[schemars(length(min = 1))]
-    pub image: String,
-    /// More arguments of `vllm serve`; a later one wins over the operator's.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub args: Vec<String>,
 }
 
 /// Settings of the built-in engine. What is missing keeps the worker's own default.

@@ -24,9 +24,6 @@ pub enum Invalid {
         /// The allowed directories, or `none`.
         allowed: String,
     },
-    /// vLLM reads directories.
-    #[error("spec.model.source: vLLM needs a repository or a directory, and {0} is a GGUF file")]
-    GgufForVllm(String),
     /// An object without a namespace or UID did not come from an API server.
     #[error("the object has no {0}")]
     Incomplete(&'static str),
@@ -38,7 +35,6 @@ impl Invalid {
         match self {
             Self::Source(_) => "InvalidSource",
             Self::HostPath { .. } => "HostPathNotAllowed",
-            Self::GgufForVllm(_) => "InvalidSource",
             Self::Incomplete(_) => "InvalidObject",
         }
     }
@@ -63,11 +59,7 @@ pub struct ValidDeployment<'a> {
 pub fn deployment<'a>(object: &'a ModelDeployment, settings: &Settings) -> Result<ValidDeployment<'a>, Invalid> {
     let namespace = object.namespace().ok_or(Invalid::Incomplete("namespace"))?;
     object.meta().uid.as_ref().ok_or(Invalid::Incomplete("UID"))?;
-    let source = source(&object.spec.model.source, settings)?;
-    let vllm = |pool: &Pool| pool.worker.engine.as_ref().is_some_and(|engine| engine.vllm.is_some());
-    if object.spec.pools.iter().any(vllm) {
-        directory(&source)?;
-    }
+    source(&object.spec.model.source, settings)?;
     let name = object.name_any();
     let pools = match object.spec.pools.as_slice() {
         [] => vec![Pool {
@@ -97,12 +89,6 @@ pub fn source(source: &str, settings: &Settings) -> Result<Source, Invalid> {
     Ok(source)
 }
 
-/// Checks that a source is no single file.
-pub fn directory(source: &Source) -> Result<(), Invalid> {
-    let (Source::Hub(path) | Source::Claim { path, .. } | Source::Node(path)) = source;
-    if path.ends_with(".gguf") { Err(Invalid::GgufForVllm(path.clone())) } else { Ok(()) }
-}
-
 /// Whether `path` lies strictly below `directory`. Neither holds `..`: [`Source::parse`] refuses it.
 fn is_below(path: &str, directory: &str) -> bool {
     path.strip_prefix(directory.trim_end_matches('/')).is_some_and(|rest| rest.starts_with('/') && rest.len() > 1)
@@ -111,17 +97,6 @@ fn is_below(path: &str, directory: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn vllm_reads_no_single_file() {
-        for file in ["hf://org/name/x.gguf", "pvc://claim/x.gguf", "file:///models/x.gguf"] {
-            let refused = directory(&Source::parse(file).expect("a source")).expect_err(file);
-            assert!(refused.to_string().contains("x.gguf"), "{refused}");
-        }
-        for source in ["hf://org/name", "hf://org/name@main", "pvc://claim/llama", "file:///models/llama"] {
-            assert_eq!(directory(&Source::parse(source).expect("a source")), Ok(()));
-        }
-    }
 
     #[test]
     fn host_paths_must_lie_below_an_allowed_directory() {

@@ -28,22 +28,6 @@ fn smallest() -> ModelDeployment {
     object("chat", json!({"model": {"source": "hf://org/name"}}))
 }
 
-fn vllm() -> ModelDeployment {
-    object(
-        "llama",
-        json!({
-            "model": {"source": "hf://org/llama@v2"},
-            "pools": [
-                {"name": "prefill", "role": "prefill", "engine": {"vllm": {"image": "vllm:1", "args": ["--max-model-len=8192"]}},
-                 "resources": {"limits": {"nvidia.com/gpu": 1}},
-                 "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}]},
-                {"name": "decode", "role": "decode", "engine": {"vllm": {"image": "vllm:1"}},
-                 "extraArgs": ["--vllm-max-num-seqs=64"]},
-            ],
-        }),
-    )
-}
-
 fn full() -> ModelDeployment {
     object(
         "chat",
@@ -114,36 +98,8 @@ fn a_full_object() {
 }
 
 #[test]
-fn pools_of_vllm() {
-    let built = built(&vllm(), &settings());
-    let workers: Vec<_> =
-        built.iter().filter(|o| o["kind"] == "Deployment" && o["metadata"]["name"] != "llama-router").collect();
-    insta::assert_yaml_snapshot!(workers);
-}
-
-#[test]
-fn vllm_finds_a_mounted_model_where_its_worker_does() {
-    let pools = json!([{"name": "worker", "engine": {"vllm": {"image": "vllm:1"}}}]);
-    let object = object("chat", json!({"model": {"source": "pvc://models/llama"}, "pools": pools}));
-    let deployments = deployments(&object, &settings());
-    let pod = deployments[1].spec.as_ref().and_then(|spec| spec.template.spec.as_ref()).expect("a pod");
-    let server = &pod.init_containers.as_ref().expect("a sidecar")[0];
-    let args = |container: &k8s_openapi::api::core::v1::Container| container.args.clone().expect("has arguments");
-    assert_eq!(args(server)[0], "/model/llama");
-    assert!(!args(server).iter().any(|arg| arg.starts_with("--kv-transfer-config")), "an aggregated one needs none");
-    assert!(args(&pod.containers[0]).contains(&"--model-path=/model/llama".into()));
-    let file = object_with_file();
-    assert!(validate::deployment(&file, &settings()).is_err());
-}
-
-fn object_with_file() -> ModelDeployment {
-    let pools = json!([{"name": "worker", "engine": {"vllm": {"image": "vllm:1"}}}]);
-    object("chat", json!({"model": {"source": "pvc://models/x.gguf"}, "pools": pools}))
-}
-
-#[test]
 fn building_twice_gives_the_same_bytes() {
-    for object in [smallest(), full(), vllm()] {
+    for object in [smallest(), full()] {
         let bytes = |_| serde_json::to_string(&built(&object, &settings())).expect("serializable");
         assert_eq!(bytes(1), bytes(2));
     }

@@ -18,8 +18,6 @@ use super::{Part, name, revision, rolling};
 use crate::config::Settings;
 use crate::validate::{self, Invalid, ValidDeployment};
 
-mod vllm;
-
 /// Port for requests.
 pub const REQUEST_PORT: i32 = 9000;
 /// Port on which KV events are published.
@@ -103,9 +101,6 @@ pub fn pool_deployment(
     let spec = &pool.spec;
     let part = Part { deployment: &spec.deployment, component: "worker", pool: Some((&spec.pool, spec.role)) };
     let source = validate::source(&spec.model.source, settings)?;
-    if spec.worker.engine.as_ref().is_some_and(|engine| engine.vllm.is_some()) {
-        validate::directory(&source)?;
-    }
 
     let mut labels = part.labels();
     let mut template = PodTemplateSpec {
@@ -125,9 +120,6 @@ pub fn pool_deployment(
 
 fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source: &Source) -> PodSpec {
     let worker = &spec.worker;
-    if let Some(engine) = worker.engine.as_ref().and_then(|engine| engine.vllm.as_ref()) {
-        return vllm::pod_spec(spec, engine, part, settings, source);
-    }
     let (model_path, volume, mount) = model_volume(source);
     let image = spec.image.as_deref().unwrap_or(&settings.image);
     let pull_policy = spec.image_pull_policy.map_or(settings.image_pull_policy.as_str(), |policy| policy.as_str());
@@ -151,7 +143,20 @@ fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source:
 /// `armature worker` and its flags; engine settings only where the author set them. Pools of the same image and model exchange
 /// KV, whatever else differs between their pods.
 fn args(spec: &WorkerPoolSpec, image: &str, model_path: &str, grace_s: i64) -> Vec<String> {
-    let mut args = common_args(spec, image, &format!("--model={model_path}"), grace_s);
+    let model_name = spec.model.name.as_deref().unwrap_or(&spec.deployment);
+    let mut args = vec![
+        "worker".to_string(),
+        "--discovery-backend=kubernetes".into(),
+        format!("--role={}", spec.role.as_str()),
+        format!("--model-name={model_name}"),
+        format!("--model={model_path}"),
+        format!("--port={REQUEST_PORT}"),
+        format!("--event-port={EVENT_PORT}"),
+        format!("--transfer-port={TRANSFER_PORT}"),
+        format!("--kv-revision={}", revision(&(image, &spec.model.source))),
+        format!("--admin-port={ADMIN_PORT}"),
+        format!("--drain-s-max={}", grace_s - EXIT_S),
+    ];
     let engine = spec.worker.engine.as_ref().and_then(|engine| engine.built_in.clone()).unwrap_or_default();
     let numbers = [
         ("threads", engine.threads),
@@ -163,24 +168,6 @@ fn args(spec: &WorkerPoolSpec, image: &str, model_path: &str, grace_s: i64) -> V
     args.extend(numbers.into_iter().filter_map(|(flag, value)| value.map(|value| format!("--{flag}={value}"))));
     args.extend(spec.worker.extra_args.iter().cloned());
     args
-}
-
-/// What every engine's worker is told; `model`: where it finds the model.
-fn common_args(spec: &WorkerPoolSpec, image: &str, model: &str, grace_s: i64) -> Vec<String> {
-    let model_name = spec.model.name.as_deref().unwrap_or(&spec.deployment);
-    vec![
-        "worker".to_string(),
-        "--discovery-backend=kubernetes".into(),
-        format!("--role={}", spec.role.as_str()),
-        format!("--model-name={model_name}"),
-        model.to_owned(),
-        format!("--port={REQUEST_PORT}"),
-        format!("--event-port={EVENT_PORT}"),
-        format!("--transfer-port={TRANSFER_PORT}"),
-        format!("--kv-revision={}", revision(&(image, &spec.model.source))),
-        format!("--admin-port={ADMIN_PORT}"),
-        format!("--drain-s-max={}", grace_s - EXIT_S),
-    ]
 }
 
 /// What `--model` says, and the volume with the model or the room to download it to.
