@@ -187,7 +187,8 @@ impl Agent {
         let draining_metadata = describe(true);
         let entry = Entry::open(settings, &identity).await?;
 
-        let metrics = Metrics::new(engine.info()).with_tiers(engine.tiers());
+        let mut metrics = Metrics::new(engine.info());
+        engine.register(metrics.registry_mut());
         let (drain, metrics) = (Arc::new(Drain::default()), Arc::new(metrics));
         let (engine, transfer) = with_transfers(engine, settings, &identity, &listeners.transfer, &metrics)?;
         let indexer = Arc::new(Mutex::new(LocalIndexer::new(0, RingLimits::default())));

@@ -13,10 +13,12 @@ use clap::{Args, ValueEnum};
 mod mocker;
 mod tiers;
 mod transfer;
+mod vllm;
 
 pub use mocker::MockerConfig;
 pub use tiers::TierConfig;
 pub use transfer::{TransferConfig, TransferSettings};
+pub use vllm::{VllmConfig, VllmSettings};
 
 /// Flags of a worker.
 #[derive(Args, Clone, Debug)]
@@ -99,6 +101,9 @@ pub struct Config {
     /// The mocker
     #[command(flatten)]
     pub mocker: MockerConfig,
+    /// vLLM
+    #[command(flatten)]
+    pub vllm: VllmConfig,
 }
 
 /// What computes.
@@ -108,6 +113,8 @@ pub enum EngineKind {
     BuiltIn,
     /// Nothing: the built-in engine's scheduler and blocks with a timing model. For tests and benchmarks.
     Mocker,
+    /// An unmodified vLLM server beside this worker.
+    Vllm,
 }
 
 /// What a worker does for a request.
@@ -302,7 +309,8 @@ impl Config {
             return Err(ConfigError::Invalid { flag: "--max-num-batched-tokens", value, rule });
         }
         self.tiers()?;
-        self.mocker.check()
+        self.mocker.check()?;
+        self.check_vllm()
     }
 
     fn bind_addresses(&self, host: &str) -> Result<BindAddresses, ConfigError> {

@@ -2,16 +2,17 @@
 
 pub mod builtin;
 pub mod mocker;
+pub mod remote;
 
 use std::sync::Arc;
 
 use builtin::exchange::Exchange;
-use builtin::tiers::metrics::TierMetrics;
 use tokio::sync::mpsc;
 
 use kv_hashing::BlockSize;
 use kv_index::{KvEventData, Tier};
-use protocol::request_plane::{FinishReason, Generate, TokenLogprobs};
+use prometheus_client::registry::Registry;
+use protocol::request_plane::{ErrorCode, FinishReason, Generate, TokenLogprobs};
 
 /// Fixed properties of a running engine.
 #[derive(Clone, Debug)]
@@ -73,6 +74,13 @@ pub enum EngineOutput {
     Prefilled(Prefilled),
     /// The engine could not go on with this request; nothing follows.
     Failed(String),
+    /// The same, where more is known than that it failed; nothing follows.
+    Refused {
+        /// What routers make of it.
+        code: ErrorCode,
+        /// One line, for a person.
+        message: String,
+    },
 }
 
 /// How a request ended.
@@ -148,8 +156,6 @@ pub trait Engine: Send + Sync + 'static {
         None
     }
 
-    /// What it counts of tiers below its device memory; `None` where it has none of ours.
-    fn tiers(&self) -> Option<TierMetrics> {
-        None
-    }
+    /// Makes what only this kind of engine counts part of the worker's metrics.
+    fn register(&self, _registry: &mut Registry) {}
 }

@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
 use kv_hashing::{BlockHash, SequenceHash};
+use prometheus_client::registry::Registry;
 use protocol::request_plane::Generate;
 use tokio::sync::Semaphore;
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use crate::engine::builtin::exchange::{Exchange, Import, KvLayout, Lease, NoRoom, Place, Reservation, Terms};
-use crate::engine::builtin::tiers::metrics::TierMetrics;
 use crate::engine::{ArenaEvent, Engine, EngineInfo, EngineLoad, EngineOutput, SubmitError};
 use crate::metrics::observe;
 
@@ -146,8 +146,8 @@ impl Engine for Transfers {
         Some(self.fetcher.exchange.clone())
     }
 
-    fn tiers(&self) -> Option<TierMetrics> {
-        self.engine.tiers()
+    fn register(&self, registry: &mut Registry) {
+        self.engine.register(registry);
     }
 }
 

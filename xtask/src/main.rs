@@ -14,6 +14,7 @@ mod python;
 mod setup;
 mod test;
 mod tidy;
+mod vllm;
 
 use clap::Parser;
 

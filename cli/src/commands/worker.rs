@@ -1,4 +1,6 @@
-//! `armature worker`: a model, an engine on it, and the agent around the engine; of mockers any number.
+//! `armature worker`: a model, an engine on it, and the agent around the engine; of mockers any number; or a vLLM beside it.
+
+mod vllm;
 
 use std::io::Write;
 use std::num::NonZeroUsize;
@@ -23,16 +25,19 @@ use crate::outcome::{Failure, Outcome};
 /// Runs a worker until `shutdown`.
 pub async fn run(args: WorkerArgs, shutdown: CancellationToken) -> Outcome {
     args.agent.settings().map_err(Failure::settings)?;
+    if args.agent.engine == EngineKind::Vllm {
+        return vllm::run(args.agent, shutdown).await;
+    }
     let source: ModelSource = args.model.parse().map_err(Failure::settings)?;
     let cache = Cache::from_env();
     let file = tokio::select! {
         file = obtain(&source, &cache, &log_progress) => file.map_err(source_failure)?,
         () = shutdown.cancelled() => return Ok(()),
     };
-    match args.agent.engine {
-        EngineKind::BuiltIn => built_in(args.agent, file, args.with_parent.is_some(), shutdown).await,
-        EngineKind::Mocker => mockers(args.agent, file, shutdown).await,
+    if args.agent.engine == EngineKind::Mocker {
+        return mockers(args.agent, file, shutdown).await;
     }
+    built_in(args.agent, file, args.with_parent.is_some(), shutdown).await
 }
 
 /// One engine; tells a parent that reads its output where its metrics are.
@@ -103,10 +108,15 @@ async fn serve(
     let engine = Arc::new(engine);
     let ended = agent::run(config, engine.clone(), model, listeners, shutdown).await;
     tokio::task::spawn_blocking(move || engine.shutdown()).await?;
-    ended.map_err(|error| match error {
+    ended.map_err(agent_failure)
+}
+
+/// A directory that is none is a setting; the rest is not.
+fn agent_failure(error: AgentError) -> Failure {
+    match error {
         AgentError::Registration(RegistrationError::NotADirectory(_)) => Failure::settings(error),
         error => error.into(),
-    })
+    }
 }
 
 /// A source that cannot work is a setting; a download that broke is not.

@@ -335,7 +335,7 @@ impl Connection {
                 let (ending, code) = match error {
                     SubmitError::Invalid(_) => (Ending::invalid, ErrorCode::InvalidRequest),
                     SubmitError::Overloaded(_) => (Ending::overloaded, ErrorCode::Overloaded),
-                    SubmitError::Stopped => (Ending::failed, ErrorCode::Engine),
+                    SubmitError::Stopped => (Ending::draining, ErrorCode::Draining),
                 };
                 metrics.request_ended(ending);
                 self.fail(id, code, error.to_string());

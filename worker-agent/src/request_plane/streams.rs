@@ -267,6 +267,15 @@ impl Stream {
                 Some(Body::Finished(self.account.hand_over(prefilled)))
             }
             Some(EngineOutput::Failed(message)) => Some(self.fail(Ending::failed, message)),
+            Some(EngineOutput::Refused { code, message }) => {
+                self.account.end(match code {
+                    ErrorCode::InvalidRequest => Ending::invalid,
+                    ErrorCode::Overloaded => Ending::overloaded,
+                    ErrorCode::Draining => Ending::draining,
+                    _ => Ending::failed,
+                });
+                Some(Body::Failed(Failed { code: code.into(), message }))
+            }
             None => Some(self.fail(Ending::failed, "the engine gave the request up".into())),
         }
     }

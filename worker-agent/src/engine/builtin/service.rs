@@ -11,6 +11,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use prometheus_client::registry::Registry;
 use protocol::request_plane::Generate;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
@@ -165,8 +166,8 @@ impl Engine for BuiltIn {
         self.exchange.clone()
     }
 
-    fn tiers(&self) -> Option<TierMetrics> {
-        self.tiers.clone()
+    fn register(&self, registry: &mut Registry) {
+        self.tiers.iter().for_each(|tiers| tiers.register(registry));
     }
 }
 

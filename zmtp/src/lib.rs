@@ -3,7 +3,9 @@
 //! The `zeromq` crate takes messages of any size from any number of peers, and keeps up to 100,000 for one that does not read.
 //! Here a message has a size, a port has a number of peers, and what waits has a size in bytes; what does not fit is dropped
 //! and counted, which readers see as a gap in the numbers. `message` is the encoding, `handshake` how a connection begins, `reader`
-//! how it goes on; `Subscriber` reads one publisher, a `Collector` those that connect to us, and a `Publisher` serves subscribers.
+//! how it goes on; [`Subscriber`] reads one publisher, a [`Collector`] those that connect to us, a [`Publisher`] serves subscribers,
+//! and [`Dialed`] asks a ROUTER. What messages mean is the callers' business.
+#![forbid(unsafe_code)]
 
 mod collector;
 mod dial;
@@ -17,10 +19,10 @@ mod tests;
 
 use std::time::Duration;
 
-pub(crate) use collector::Collector;
-pub(crate) use dial::Dialed;
-pub(crate) use publisher::{Publisher, PublisherCounters};
-pub(crate) use subscriber::{PAUSE, Subscriber};
+pub use collector::{Collector, CollectorCounters};
+pub use dial::Dialed;
+pub use publisher::{Publisher, PublisherCounters};
+pub use subscriber::{PAUSE, Subscriber};
 
 /// Most bytes of a message, over all its parts: a batch of our own agents has 8,192 blocks and 350 KB, one of an engine the
 /// tokens of what it stored, 5 bytes each.
@@ -31,21 +33,29 @@ const HANDSHAKE: Duration = Duration::from_secs(5);
 
 /// Why a connection ended, or did not begin.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum ZmtpError {
+pub enum ZmtpError {
+    /// The socket failed, or could not be connected in time.
     #[error(transparent)]
     Io(#[from] std::io::Error),
+    /// The peer did not introduce itself in time.
     #[error("no handshake in {} s", HANDSHAKE.as_secs())]
     Handshake,
+    /// The peer speaks something else, or the address is none.
     #[error("not a ZMTP 3 peer without security")]
     Protocol,
+    /// The peer is a socket of the wrong kind.
     #[error("the peer is a {0} socket")]
     Peer(String),
+    /// A message is over the limit, which is told.
     #[error("a message of over {0} bytes")]
     TooLarge(usize),
+    /// The rest of a message did not come, or was not taken, in time.
     #[error("a message of which only a part came")]
     Stalled,
+    /// Nothing came for as long as the caller waits.
     #[error("no message for too long")]
     Silent,
+    /// The peer closed the connection.
     #[error("the peer closed the connection")]
     Closed,
 }

@@ -17,14 +17,14 @@ use super::{HANDSHAKE, MAX_MESSAGE, ZmtpError};
 const CONNECT: Duration = Duration::from_secs(2);
 
 /// A connection that we made.
-pub(crate) struct Dialed {
+pub struct Dialed {
     reader: Reader<OwnedReadHalf>,
     writer: OwnedWriteHalf,
 }
 
 impl Dialed {
     /// Connects to a ROUTER socket at `address` (`tcp://host:port`) as a DEALER.
-    pub(crate) async fn dealer(address: &str) -> Result<Self, ZmtpError> {
+    pub async fn dealer(address: &str) -> Result<Self, ZmtpError> {
         Self::open(address, "DEALER", &["ROUTER", "REP", "DEALER"]).await
     }
 
@@ -39,13 +39,13 @@ impl Dialed {
     }
 
     /// Sends a message: a small one, which fits into what the kernel keeps.
-    pub(crate) async fn send(&mut self, parts: &[Bytes]) -> Result<(), ZmtpError> {
+    pub async fn send(&mut self, parts: &[Bytes]) -> Result<(), ZmtpError> {
         let sent = timeout(HANDSHAKE, self.writer.write_all(&encode(parts))).await;
         Ok(sent.map_err(|_| ZmtpError::Stalled)??)
     }
 
     /// The parts of the next message, which comes within `silence`. May be dropped and called again.
-    pub(crate) async fn next(&mut self, silence: Duration) -> Result<Vec<Bytes>, ZmtpError> {
+    pub async fn next(&mut self, silence: Duration) -> Result<Vec<Bytes>, ZmtpError> {
         let due = Instant::now() + silence;
         loop {
             let next = timeout_at(due, self.reader.next(None)).await;

@@ -9,10 +9,10 @@ use super::dial::Dialed;
 use super::handshake::subscription;
 
 /// Pause between two sockets.
-pub(crate) const PAUSE: Duration = Duration::from_millis(200);
+pub const PAUSE: Duration = Duration::from_millis(200);
 
 /// A socket that has subscribed.
-pub(crate) struct Subscriber {
+pub struct Subscriber {
     connection: Dialed,
     /// Longest time without a message.
     silence: Duration,
@@ -20,7 +20,7 @@ pub(crate) struct Subscriber {
 
 impl Subscriber {
     /// Subscribes to `topics` at `address` (`tcp://host:port`). `None` when nobody answers there yet.
-    pub(crate) async fn connect(address: &str, topics: &[&str], silence: Duration) -> Option<Self> {
+    pub async fn connect(address: &str, topics: &[&str], silence: Duration) -> Option<Self> {
         match Self::open(address, topics, silence).await {
             Ok(subscriber) => Some(subscriber),
             Err(error) => {
@@ -39,7 +39,7 @@ impl Subscriber {
     }
 
     /// The parts of the next message. After an error a new socket should be made.
-    pub(crate) async fn next(&mut self) -> Result<Vec<Bytes>, ZmtpError> {
+    pub async fn next(&mut self) -> Result<Vec<Bytes>, ZmtpError> {
         self.connection.next(self.silence).await
     }
 }

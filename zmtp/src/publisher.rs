@@ -47,15 +47,15 @@ const PAUSE: Duration = Duration::from_millis(50);
 
 /// What was not sent.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct PublisherCounters {
+pub struct PublisherCounters {
     /// Messages dropped for one reader, because too much waits for it.
-    pub(crate) dropped: Counter,
+    pub dropped: Counter,
     /// Readers that were turned away because there are too many.
-    pub(crate) refused: Counter,
+    pub refused: Counter,
 }
 
 /// The socket; dropping it closes all connections.
-pub(crate) struct Publisher {
+pub struct Publisher {
     readers: Arc<Readers>,
     accepting: JoinHandle<()>,
 }
@@ -83,13 +83,13 @@ impl Drop for Publisher {
 
 impl Publisher {
     /// Serves whoever connects to `listener`.
-    pub(crate) fn new(listener: TcpListener, counters: PublisherCounters) -> Self {
+    pub fn new(listener: TcpListener, counters: PublisherCounters) -> Self {
         let readers = Arc::new(Readers { counters, ..Readers::default() });
         Self { accepting: tokio::spawn(accept(listener, readers.clone())), readers }
     }
 
     /// Sends a message to the readers that have subscribed to its first part.
-    pub(crate) fn send(&self, parts: &[Bytes]) {
+    pub fn send(&self, parts: &[Bytes]) {
         let Some(topic) = parts.first() else { return };
         let mut encoded = None;
         for queue in self.readers.all.lock().iter().filter(|queue| queue.wants(topic)) {

@@ -1,4 +1,4 @@
-//! Where the router stands in the numbered messages of one publisher.
+//! Where a reader stands in the numbered messages of one publisher.
 
 use std::collections::VecDeque;
 

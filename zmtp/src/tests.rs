@@ -1,10 +1,8 @@
 //! Our sockets against those of the `zeromq` crate, and against peers that mean no good.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use prometheus_client::registry::Registry;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
@@ -14,7 +12,6 @@ use super::collector::PEERS;
 use super::handshake::{shake, subscription};
 use super::publisher::READER_BYTES;
 use super::*;
-use crate::metrics::{CoreMetrics, ReasonLabels};
 
 /// Longest wait for anything here, on a machine that is busy with other things.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -53,14 +50,10 @@ async fn publisher() -> (Publisher, PublisherCounters, String) {
     (Publisher::new(listener, counters.clone()), counters, address)
 }
 
-async fn collector() -> (Collector, Arc<CoreMetrics>, String) {
+async fn collector() -> (Collector, CollectorCounters, String) {
     let (listener, address) = listener().await;
-    let metrics = Arc::new(CoreMetrics::register(&mut Registry::default()));
-    (Collector::on(listener, metrics.clone()), metrics, address)
-}
-
-fn refused(metrics: &CoreMetrics, reason: &'static str) -> u64 {
-    metrics.events_refused.get_or_create(&ReasonLabels { reason }).get()
+    let counters = CollectorCounters::default();
+    (Collector::on(listener, counters.clone()), counters, address)
 }
 
 #[tokio::test]
@@ -138,7 +131,7 @@ async fn what_waits_for_a_reader_is_bounded_and_the_others_get_everything() {
 
 #[tokio::test]
 async fn publishers_connect_to_a_collector() {
-    let (mut collector, metrics, address) = collector().await;
+    let (mut collector, counters, address) = collector().await;
     for name in ["one", "two"] {
         let mut theirs = PubSocket::new();
         theirs.connect(&format!("tcp://{address}")).await.expect("it listens");
@@ -154,12 +147,12 @@ async fn publishers_connect_to_a_collector() {
         };
         soon("its message", got).await;
     }
-    assert_eq!(refused(&metrics, "too many peers"), 0);
+    assert_eq!(counters.peers.get(), 0);
 }
 
 #[tokio::test]
 async fn a_port_takes_so_many_peers_and_messages_of_such_a_size() {
-    let (mut collector, metrics, address) = collector().await;
+    let (mut collector, counters, address) = collector().await;
     let mut peers = Vec::new();
     for _ in 0..PEERS {
         let mut peer = TcpStream::connect(&address).await.expect("it listens");
@@ -169,11 +162,11 @@ async fn a_port_takes_so_many_peers_and_messages_of_such_a_size() {
     let mut late = TcpStream::connect(&address).await.expect("the kernel takes it");
     let end = soon("the end of the connection", late.read_u8()).await;
     assert!(end.is_err(), "{end:?}");
-    assert_eq!(refused(&metrics, "too many peers"), 1);
+    assert_eq!(counters.peers.get(), 1);
     // A frame that announces more than any message may have ends its connection, and nothing is set aside for it.
     let mut huge = peers.pop().expect("many");
     huge.write_all(&[2, 0x10, 0, 0, 0, 0, 0, 0, 0]).await.expect("open");
-    until("it is refused", || refused(&metrics, "too large") == 1).await;
+    until("it is refused", || counters.large.get() == 1).await;
     // Its place is free again.
     let mut theirs = PubSocket::new();
     theirs.connect(&format!("tcp://{address}")).await.expect("it listens");
@@ -190,7 +183,7 @@ async fn a_port_takes_so_many_peers_and_messages_of_such_a_size() {
 
 #[tokio::test]
 async fn a_collector_that_is_not_read_holds_its_publishers_back() {
-    let (mut collector, _metrics, address) = collector().await;
+    let (mut collector, _counters, address) = collector().await;
     let mut peer = TcpStream::connect(&address).await.expect("it listens");
     shake(&mut peer, "PUB", &["SUB"]).await.expect("it speaks");
     let (_read, mut write) = peer.into_split();
@@ -213,7 +206,7 @@ async fn a_collector_that_is_not_read_holds_its_publishers_back() {
 
 #[tokio::test]
 async fn who_does_not_speak_the_protocol_is_sent_away() {
-    let (_collector, _metrics, address) = collector().await;
+    let (_collector, _counters, address) = collector().await;
     let mut http = TcpStream::connect(&address).await.expect("it listens");
     http.write_all(&[b'G'; 64]).await.expect("open");
     let mut answer = Vec::new();

@@ -5,7 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use protocol::vllm_events::{END_OF_REPLAY, decode_sequence};
 
-use crate::zmtp::{Dialed, ZmtpError};
+use zmtp::{Dialed, ZmtpError};
 
 /// Longest wait for each message.
 const MESSAGE: Duration = Duration::from_secs(5);
@@ -15,11 +15,14 @@ const LIMIT: usize = 256 << 20;
 
 /// Why nothing was replayed.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum ReplayError {
+pub enum ReplayError {
+    /// The socket failed.
     #[error(transparent)]
     Socket(#[from] ZmtpError),
+    /// Something else came.
     #[error("an unreadable message")]
     Malformed,
+    /// More than is taken at once.
     #[error("the answer is over {} MB", LIMIT >> 20)]
     TooLarge,
 }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use prometheus_client::metrics::counter::Counter;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
@@ -19,7 +20,6 @@ use super::handshake::{shake, subscription};
 use super::message::{Incoming, encode};
 use super::reader::Reader;
 use super::{HANDSHAKE, MAX_MESSAGE, ZmtpError};
-use crate::metrics::{CoreMetrics, ReasonLabels};
 
 /// Most publishers connected at once: the data-parallel ranks of one engine, and connections of theirs that have not been found dead.
 pub(super) const PEERS: usize = 64;
@@ -39,8 +39,17 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// A message, and the room that it takes until it is taken.
 type Held = (Vec<Bytes>, Option<OwnedSemaphorePermit>);
 
+/// What was turned away.
+#[derive(Clone, Debug, Default)]
+pub struct CollectorCounters {
+    /// Publishers, because there are too many.
+    pub peers: Counter,
+    /// Messages that are too large; their publishers are disconnected.
+    pub large: Counter,
+}
+
 /// The socket; dropping it closes all connections.
-pub(crate) struct Collector {
+pub struct Collector {
     messages: mpsc::Receiver<Held>,
     accepting: JoinHandle<()>,
 }
@@ -53,37 +62,37 @@ impl Drop for Collector {
 
 impl Collector {
     /// Listens at `address` for publishers of any topic.
-    pub(crate) async fn bind(address: SocketAddr, metrics: Arc<CoreMetrics>) -> std::io::Result<Self> {
-        Ok(Self::on(TcpListener::bind(address).await?, metrics))
+    pub async fn bind(address: SocketAddr, counters: CollectorCounters) -> std::io::Result<Self> {
+        Ok(Self::on(TcpListener::bind(address).await?, counters))
     }
 
-    pub(super) fn on(listener: TcpListener, metrics: Arc<CoreMetrics>) -> Self {
+    /// The same on a bound listener.
+    pub fn on(listener: TcpListener, counters: CollectorCounters) -> Self {
         let (out, messages) = mpsc::channel(QUEUE);
-        Self { messages, accepting: tokio::spawn(accept(listener, out, metrics)) }
+        Self { messages, accepting: tokio::spawn(accept(listener, out, counters)) }
     }
 
     /// The parts of the next message of any publisher. May be dropped and called again.
-    pub(crate) async fn next(&mut self) -> Result<Vec<Bytes>, ZmtpError> {
+    pub async fn next(&mut self) -> Result<Vec<Bytes>, ZmtpError> {
         self.messages.recv().await.map(|(parts, _room)| parts).ok_or(ZmtpError::Closed)
     }
 }
 
-async fn accept(listener: TcpListener, out: mpsc::Sender<Held>, metrics: Arc<CoreMetrics>) {
+async fn accept(listener: TcpListener, out: mpsc::Sender<Held>, counters: CollectorCounters) {
     let room = Arc::new(Semaphore::new(LARGE));
     let mut peers = JoinSet::new();
-    let refuse = |reason| _ = metrics.events_refused.get_or_create(&ReasonLabels { reason }).inc();
     loop {
         tokio::select! {
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) if peers.len() < PEERS => _ = peers.spawn(serve(stream, out.clone(), room.clone())),
-                Ok(_) => refuse("too many peers"),
+                Ok(_) => _ = counters.peers.inc(),
                 Err(error) => {
                     tracing::debug!(%error, "cannot accept a publisher of KV events");
                     sleep(PAUSE).await;
                 }
             },
             Some(ended) = peers.join_next() => match ended {
-                Ok(Err(ZmtpError::TooLarge(_))) => refuse("too large"),
+                Ok(Err(ZmtpError::TooLarge(_))) => _ = counters.large.inc(),
                 Ok(Err(error)) => tracing::debug!(%error, "a publisher of KV events left"),
                 // A panic has been reported already.
                 Ok(Ok(())) | Err(_) => {}
