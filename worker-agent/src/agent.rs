@@ -26,7 +26,7 @@ use crate::metrics::Metrics;
 use crate::publisher::{self, Publisher, PublisherError};
 use crate::registration::{self, Description, Entry, Identity, RegistrationError};
 use crate::request_plane::{self, Service};
-use crate::transfer::{self, Transfers};
+use crate::transfer;
 
 /// Longest time the servers may take to end once they are told to.
 const STOP: Duration = Duration::from_secs(5);
@@ -190,7 +190,7 @@ impl Agent {
         let mut metrics = Metrics::new(engine.info());
         engine.register(metrics.registry_mut());
         let (drain, metrics) = (Arc::new(Drain::default()), Arc::new(metrics));
-        let (engine, transfer) = with_transfers(engine, settings, &identity, &listeners.transfer, &metrics)?;
+        let (engine, transfer) = with_transfers(engine, settings, &identity, listeners.transfer, &metrics)?;
         let indexer = Arc::new(Mutex::new(LocalIndexer::new(0, RingLimits::default())));
         let admin = Arc::new(Admin::new(&settings.name, &identity, engine.clone(), metrics.clone(), drain.clone()));
         let source = publisher::Source {
@@ -220,7 +220,7 @@ impl Agent {
         if let Some(server) = transfer {
             let drain = drain.clone();
             spawn(&mut parts, "KV transfer server", async {
-                transfer::serve(listeners.transfer, Arc::new(server), drain).await;
+                transfer::serve(server, drain).await;
                 Ok(())
             });
         }
@@ -288,21 +288,19 @@ fn with_transfers(
     engine: Arc<dyn Engine>,
     settings: &Settings,
     identity: &Identity,
-    listener: &TcpListener,
+    listener: TcpListener,
     metrics: &Metrics,
 ) -> Result<(Arc<dyn Engine>, Option<transfer::Server>), AgentError> {
     let Some(exchange) = engine.exchange() else { return Ok((engine, None)) };
-    let (boot_epoch, revision) = (identity.boot_epoch.clone(), settings.kv_revision.clone());
     let options = transfer::Options {
         address: settings.address(listener.local_addr()?.port()),
-        boot_epoch: boot_epoch.clone(),
-        revision: revision.clone(),
+        transports: settings.transfer.transports,
+        boot_epoch: identity.boot_epoch.clone(),
+        revision: settings.kv_revision.clone(),
         lease: settings.transfer.lease,
         timeout: settings.transfer.timeout,
     };
-    let counts = metrics.transfer.clone();
-    let engine = Transfers::new(engine, exchange.clone(), options, counts.clone());
-    let server = transfer::Server { exchange, boot_epoch, revision, metrics: counts };
+    let (engine, server) = transfer::open(engine, exchange, options, listener, metrics.transfer.clone())?;
     Ok((Arc::new(engine), Some(server)))
 }
 

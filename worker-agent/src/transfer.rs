@@ -5,6 +5,7 @@
 //! sees the request: it then finds them cached. Fetching happens in tasks of its own, never on the engine's thread. It is an
 //! optimisation only: whatever goes wrong, the engine computes what has not come, and the client sees nothing but latency.
 
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,6 +13,7 @@ use futures::future::BoxFuture;
 use kv_hashing::{BlockHash, SequenceHash};
 use prometheus_client::registry::Registry;
 use protocol::request_plane::Generate;
+use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::sync::mpsc::UnboundedReceiver;
 
@@ -19,9 +21,12 @@ use crate::engine::builtin::exchange::{Exchange, Import, KvLayout, Lease, NoRoom
 use crate::engine::{ArenaEvent, Engine, EngineInfo, EngineLoad, EngineOutput, SubmitError};
 use crate::metrics::observe;
 
+mod client;
 mod error;
+mod lane;
 pub mod metrics;
 mod serve;
+mod shm;
 mod source;
 mod tcp;
 #[cfg(test)]
@@ -29,11 +34,17 @@ mod tests;
 mod wire;
 
 pub use error::{Stage, TransferError};
+pub use lane::Lane;
 use metrics::TransferMetrics;
+use serve::Desk;
 pub use serve::{Server, serve};
+pub use shm::Shm;
 pub use source::{Offer, Source};
 pub use tcp::Tcp;
 pub use wire::Refusal;
+
+/// Bytes that are moved in one go: they stay in a core's cache until they are hashed.
+const PIECE: usize = 256 << 10;
 
 /// Most fetches at once; others wait for their turn. More would only share the same wire.
 const MAX_FETCHES: usize = 8;
@@ -61,11 +72,25 @@ pub trait KvTransport: Send + Sync + 'static {
     fn release<'a>(&'a self, source: &'a Source, address: &'a str) -> BoxFuture<'a, Result<(), TransferError>>;
 }
 
+/// Which transports a worker uses, in both directions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Transports {
+    /// Shared memory between workers of one host, and TCP otherwise.
+    #[default]
+    Auto,
+    /// TCP alone.
+    Tcp,
+    /// Shared memory alone.
+    Shm,
+}
+
 /// What a worker says of itself to those that fetch from it, and wants of those it fetches from.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Where [`serve`] listens, as other workers reach it: `host:port`.
+    /// Where the listener is, as other workers reach it: `host:port`.
     pub address: String,
+    /// Which ways blocks go.
+    pub transports: Transports,
     /// This life of the worker.
     pub boot_epoch: String,
     /// Blocks move only between workers with the same one.
@@ -82,22 +107,52 @@ pub struct Transfers {
     fetcher: Arc<Fetcher>,
 }
 
-impl Transfers {
-    /// Wraps `engine`, whose blocks `exchange` moves, and lets it lease blocks under `options`.
-    pub fn new(engine: Arc<dyn Engine>, exchange: Arc<Exchange>, options: Options, metrics: TransferMetrics) -> Self {
-        let transports: Vec<Box<dyn KvTransport>> = vec![Box::new(Tcp::new(options.timeout))];
-        let (revision, timeout, lifetime) = (options.revision.clone(), options.timeout, options.lease);
-        let describe = describe(options, exchange.layout());
-        exchange.open(Terms { lifetime, describe: Box::new(describe) });
-        let turns = Semaphore::new(MAX_FETCHES);
-        Self { engine, fetcher: Arc::new(Fetcher { exchange, transports, turns, revision, timeout, metrics }) }
+/// Wraps `engine`, whose blocks `exchange` moves, and lets it lease blocks under `options` to those that come to `listener`.
+pub fn open(
+    engine: Arc<dyn Engine>,
+    exchange: Arc<Exchange>,
+    options: Options,
+    listener: TcpListener,
+    metrics: TransferMetrics,
+) -> io::Result<(Transfers, Server)> {
+    let Options { transports: ways, timeout, lease: lifetime, .. } = options;
+    let lane = Arc::new(Lane::start()?);
+    let shm = match ways {
+        Transports::Tcp => None,
+        Transports::Auto | Transports::Shm => shared_memory(&exchange),
+    };
+    let tcp = (ways != Transports::Shm).then_some(listener);
+    let mut transports: Vec<Arc<dyn KvTransport>> = Vec::new();
+    let mut offers = Vec::new();
+    if ways != Transports::Tcp {
+        transports.push(Arc::new(Shm::new(timeout)));
+        offers.extend(shm.iter().map(|shm| Offer { backend: shm::BACKEND.into(), address: shm.address.clone() }));
     }
+    if tcp.is_some() {
+        transports.push(Arc::new(Tcp::new(timeout)));
+        offers.push(Offer { backend: tcp::BACKEND.into(), address: options.address.clone() });
+    }
+    let (boot_epoch, revision) = (options.boot_epoch.clone(), options.revision.clone());
+    let describe = Box::new(describe(offers, options, exchange.layout()));
+    exchange.open(Terms { lifetime, describe });
+    let desk = Desk { exchange: exchange.clone(), boot_epoch, revision: revision.clone(), metrics: metrics.clone() };
+    let server = Server { tcp, shm, lane: lane.clone(), desk: Arc::new(desk) };
+    let turns = Semaphore::new(MAX_FETCHES);
+    let fetcher = Fetcher { exchange, transports, lane, turns, revision, timeout, metrics };
+    Ok((Transfers { engine, fetcher: Arc::new(fetcher) }, server))
+}
+
+/// Where workers of this host can come to, if the blocks are in memory that can be shared.
+fn shared_memory(exchange: &Exchange) -> Option<shm::Listener> {
+    exchange.memory()?;
+    let listener = shm::Listener::bind();
+    listener.inspect_err(|error| tracing::warn!(%error, "KV blocks are not shared with workers of this host")).ok()
 }
 
 /// What says where a lease's blocks are.
-fn describe(options: Options, layout: KvLayout) -> impl Fn(&Lease) -> String {
+fn describe(offers: Vec<Offer>, options: Options, layout: KvLayout) -> impl Fn(&Lease) -> String {
     let source = Source {
-        offers: vec![Offer { backend: tcp::BACKEND.to_owned(), address: options.address }],
+        offers,
         boot_epoch: options.boot_epoch,
         revision: options.revision,
         lease: 0,
@@ -155,7 +210,8 @@ impl Engine for Transfers {
 struct Fetcher {
     exchange: Arc<Exchange>,
     /// Best first.
-    transports: Vec<Box<dyn KvTransport>>,
+    transports: Vec<Arc<dyn KvTransport>>,
+    lane: Arc<Lane>,
     turns: Semaphore,
     revision: String,
     timeout: Duration,
@@ -167,7 +223,7 @@ impl Fetcher {
     /// waits for any more is dropped with all it holds.
     async fn bring(self: Arc<Self>, place: Place, params: String, request_id: String) {
         let source = match Source::parse(&params) {
-            Ok(source) => source,
+            Ok(source) => Arc::new(source),
             Err(error) => {
                 self.failed(&error, &request_id, 0);
                 return place.enter(None);
@@ -207,10 +263,10 @@ impl Fetcher {
     /// Fetches; also after a failure, what had come is good.
     async fn fetch(
         &self,
-        source: &Source,
+        source: &Arc<Source>,
         wanted: &[(BlockHash, SequenceHash)],
     ) -> (Result<Fetched, TransferError>, Option<Import>) {
-        let mut reservation = match self.reserve(source, wanted).await {
+        let reservation = match self.reserve(source, wanted).await {
             Ok(reservation) => reservation,
             Err(error) => return (Err(error), None),
         };
@@ -218,11 +274,8 @@ impl Fetcher {
         if reservation.missing().len() == 0 {
             return (Ok(Fetched::Nothing), Some(reservation.finish()));
         }
-        let outcome = self.pull(source, &mut reservation).await;
-        let received = reservation.received();
-        self.metrics.received_blocks.inc_by(received as u64);
-        self.metrics.received_bytes.inc_by((received * reservation.block_bytes()) as u64);
-        (outcome.map(|()| Fetched::Missing), Some(reservation.finish()))
+        let (outcome, reservation) = self.pull(source, reservation).await;
+        (outcome.map(|()| Fetched::Missing), reservation.map(Reservation::finish))
     }
 
     /// Room for those of the wanted blocks that the source has, from the first on.
@@ -231,7 +284,7 @@ impl Fetcher {
         source: &Source,
         wanted: &[(BlockHash, SequenceHash)],
     ) -> Result<Reservation, TransferError> {
-        self.transport(source)?;
+        self.first_way(source)?;
         if source.layout != self.exchange.layout() || source.revision != self.revision {
             return Err(TransferError::Layout);
         }
@@ -243,29 +296,55 @@ impl Fetcher {
         Ok(self.exchange.reserve(wanted[..offered].to_vec(), patience).await?)
     }
 
-    /// Waits for a turn, and then for the blocks.
-    async fn pull(&self, source: &Source, into: &mut Reservation) -> Result<(), TransferError> {
+    /// Waits for a turn, and then for the blocks; they come by the first way that leads to the other worker.
+    async fn pull(
+        &self,
+        source: &Arc<Source>,
+        mut reservation: Reservation,
+    ) -> (Result<(), TransferError>, Option<Reservation>) {
         let limit = TURN.min(source.lifetime() / WAIT);
         let Ok(_turn) = tokio::time::timeout(limit, self.turns.acquire()).await else {
-            return Err(TransferError::Timeout { stage: Stage::Turn, limit });
+            return (Err(TransferError::Timeout { stage: Stage::Turn, limit }), Some(reservation));
         };
-        let (transport, address) = self.transport(source)?;
-        transport.pull(source, address, into).await
+        let mut outcome = self.first_way(source).map(|_| ());
+        for (transport, address) in self.ways(source) {
+            let (backend, source, address) = (transport.backend(), source.clone(), address.to_owned());
+            let moved = self.lane.run(async move {
+                let outcome = transport.pull(&source, &address, &mut reservation).await;
+                (outcome, reservation)
+            });
+            let Ok(moved) = moved.await else { return (Err(TransferError::Ended), None) };
+            (outcome, reservation) = moved;
+            let received = reservation.received();
+            self.metrics.received_blocks.inc_by(received as u64);
+            self.metrics.received_bytes(backend).inc_by((received * reservation.block_bytes()) as u64);
+            match &outcome {
+                Err(error) if error.is_no_way() => tracing::debug!(backend, %error, "no way to the other worker"),
+                _ => break,
+            }
+        }
+        (outcome, Some(reservation))
     }
 
     /// Tells the other worker that its blocks will not be fetched.
     async fn release(&self, source: &Source, request_id: &str) {
-        let Ok((transport, address)) = self.transport(source) else { return };
-        if let Err(error) = transport.release(source, address).await {
-            tracing::debug!(request_id, %error, "the lease was not ended; it expires");
+        for (transport, address) in self.ways(source) {
+            match transport.release(source, address).await {
+                Ok(()) => return,
+                Err(error) => tracing::debug!(request_id, %error, "the lease was not ended this way; it expires"),
+            }
         }
     }
 
-    /// The best way that both workers know, and where it leads.
-    fn transport<'a>(&self, source: &'a Source) -> Result<(&dyn KvTransport, &'a str), TransferError> {
-        let known = |transport: &'_ Box<dyn KvTransport>| source.address(transport.backend());
-        let found = self.transports.iter().find_map(|transport| Some((&**transport, known(transport)?)));
-        found.ok_or_else(|| TransferError::Backend(source.offers.iter().map(|offer| offer.backend.clone()).collect()))
+    /// The ways that both workers know, the best first, and where they lead.
+    fn ways<'a>(&self, source: &'a Source) -> impl Iterator<Item = (Arc<dyn KvTransport>, &'a str)> {
+        let address = |way: &Arc<dyn KvTransport>| Some((way.clone(), source.address(way.backend())?));
+        self.transports.iter().filter_map(address)
+    }
+
+    fn first_way(&self, source: &Source) -> Result<(), TransferError> {
+        let backends = || source.offers.iter().map(|offer| offer.backend.clone()).collect();
+        self.ways(source).next().map(drop).ok_or_else(|| TransferError::Backend(backends()))
     }
 
     fn failed(&self, error: &TransferError, request_id: &str, received: usize) {

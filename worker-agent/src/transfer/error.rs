@@ -82,6 +82,9 @@ pub enum TransferError {
     /// Nobody waits for the request any more.
     #[error("the request was cancelled")]
     Cancelled,
+    /// The thread that moves blocks has ended.
+    #[error("the transfer thread has ended")]
+    Ended,
 }
 
 impl TransferError {
@@ -97,7 +100,8 @@ impl TransferError {
         match self {
             Self::Params(_) | Self::Backend(_) | Self::OtherPrompt => Failure::params,
             Self::Layout | Self::Refused { refusal: Refusal::Layout, .. } => Failure::layout,
-            Self::NoRoom(_) => Failure::no_blocks,
+            Self::NoRoom(NoRoom::Blocks(_)) => Failure::no_blocks,
+            Self::NoRoom(_) | Self::Ended => Failure::stopped,
             Self::Timeout { .. } => Failure::timeout,
             Self::Io { stage: Stage::Connect, .. } => Failure::connect,
             Self::Io { .. } => Failure::lost,
@@ -106,6 +110,15 @@ impl TransferError {
             Self::Checksum(_) => Failure::checksum,
             Self::Protocol(_) => Failure::protocol,
             Self::Cancelled => Failure::cancelled,
+        }
+    }
+
+    /// Whether this way does not lead to the other worker, and another may.
+    pub(super) fn is_no_way(&self) -> bool {
+        match self {
+            Self::Io { stage, .. } | Self::Timeout { stage, .. } => *stage == Stage::Connect,
+            Self::Refused { refusal, .. } => *refusal == Refusal::Stranger,
+            _ => false,
         }
     }
 

@@ -87,7 +87,7 @@ async fn a_prompt_is_computed_by_one_agent_and_answered_by_another() {
     let metrics = decode.get("/metrics").await;
     assert!(metrics.contains("armature_worker_kv_transfer_received_blocks_total 4\n"), "{metrics}");
     let metrics = prefill.get("/metrics").await;
-    assert!(metrics.contains("armature_worker_kv_transfer_sent_bytes_total 4096\n"), "{metrics}");
+    assert!(metrics.contains("armature_worker_kv_transfer_sent_bytes_total{transport=\"shm\"} 4096\n"), "{metrics}");
     prefill.stop().await.expect("a clean end");
     decode.stop().await.expect("a clean end");
 }

@@ -5,6 +5,7 @@
 //! they are dropped, wherever that is. Bytes are moved by the callers: the engine's thread only keeps the books, between
 //! two steps. How bytes travel is not known here.
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -145,6 +146,11 @@ impl Exchange {
     /// Waits until no lease is left: all are fetched, given up or expired.
     pub async fn unleased(&self) {
         self.leases.ended().await;
+    }
+
+    /// The memory that all blocks are in, at the offsets that [`Lease::offset`] says; `None` where it cannot be shared.
+    pub fn memory(&self) -> Option<BorrowedFd<'_>> {
+        self.arena.memory()
     }
 
     /// Blocks that are reserved for fetches now, and not cached yet.

@@ -23,7 +23,7 @@ use crate::engine::builtin::stop::Vocabulary;
 use crate::engine::builtin::{Chunk, Forward, Kv};
 use crate::engine::{Engine, EngineInfo, EngineOutput};
 use crate::transfer::metrics::TransferMetrics;
-use crate::transfer::{Options, Server, Source, Transfers, serve};
+use crate::transfer::{Options, Source, Transfers, Transports, open, serve};
 
 /// Longest wait for anything that should come.
 pub(super) const DEADLINE: Duration = Duration::from_secs(30);
@@ -53,6 +53,7 @@ pub(super) struct Setup {
     pub(super) other_model: bool,
     pub(super) revision: &'static str,
     pub(super) max_waiting: usize,
+    pub(super) transports: Transports,
     /// Once it is true, the next step panics.
     pub(super) dies: Option<Arc<AtomicBool>>,
 }
@@ -60,7 +61,16 @@ pub(super) struct Setup {
 impl Default for Setup {
     fn default() -> Self {
         let (lease, timeout) = (Duration::from_secs(60), Duration::from_secs(20));
-        Self { blocks: 64, lease, timeout, other_model: false, revision: "r1", max_waiting: 8, dies: None }
+        Self {
+            blocks: 64,
+            lease,
+            timeout,
+            other_model: false,
+            revision: "r1",
+            max_waiting: 8,
+            transports: Transports::Tcp,
+            dies: None,
+        }
     }
 }
 
@@ -107,18 +117,19 @@ impl Node {
         let engine = BuiltIn::start(model, config, Vocabulary::default()).expect("starts");
         let exchange = engine.exchange().expect("a model has blocks");
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let (boot_epoch, revision) = (format!("epoch-{:x}", rand::random::<u64>()), setup.revision.to_owned());
         let options = Options {
             address: listener.local_addr().expect("bound").to_string(),
-            boot_epoch: boot_epoch.clone(),
-            revision: revision.clone(),
+            transports: setup.transports,
+            boot_epoch: format!("epoch-{:x}", rand::random::<u64>()),
+            revision: setup.revision.to_owned(),
             lease: setup.lease,
             timeout: setup.timeout,
         };
         let (metrics, drain) = (TransferMetrics::new(&mut Registry::default()), Arc::new(Drain::default()));
-        let server = Server { exchange: exchange.clone(), boot_epoch, revision, metrics: metrics.clone() };
-        let serving = tokio::spawn(serve(listener, Arc::new(server), drain.clone()));
-        Self { engine: Transfers::new(Arc::new(engine), exchange, options, metrics.clone()), metrics, drain, serving }
+        let (engine, server) =
+            open(Arc::new(engine), exchange, options, listener, metrics.clone()).expect("a thread and sockets");
+        let serving = tokio::spawn(serve(server, drain.clone()));
+        Self { engine, metrics, drain, serving }
     }
 
     pub(super) fn submit(&self, request: Generate) -> UnboundedReceiver<EngineOutput> {

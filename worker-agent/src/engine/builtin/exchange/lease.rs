@@ -63,6 +63,14 @@ impl Lease {
         unsafe { self.arena.block(self.blocks[index].1) }
     }
 
+    /// Where the block at `index` begins in the arena's memory, in bytes.
+    ///
+    /// # Panics
+    /// When there are not so many blocks.
+    pub fn offset(&self, index: usize) -> u64 {
+        self.arena.offset(self.blocks[index].1)
+    }
+
     /// Somebody is fetching.
     pub fn touch(&self) {
         *self.progress.lock() = Instant::now();
