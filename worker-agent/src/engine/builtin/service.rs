@@ -21,7 +21,7 @@ use super::exchange::queue::Queue;
 use super::scheduler::{Handover, InvalidConfig, RequestId, Scheduler, SchedulerConfig};
 use super::stop::Vocabulary;
 use super::tiers::TierOptions;
-use super::tiers::catalog::{Sizes, TierUsage};
+use super::tiers::catalog::{Catalog, TierUsage};
 use super::tiers::metrics::TierMetrics;
 use super::tiers::mover::{Mover, Opened, TierError};
 use crate::engine::{ArenaEvent, Engine, EngineInfo, EngineLoad, EngineOutput, SubmitError};
@@ -84,23 +84,15 @@ impl BuiltIn {
         let (info, limits) = (scheduler.info().clone(), scheduler.limits(vocabulary.into()));
         let shared = Arc::new(Shared::new(limits, max_waiting));
         let exchange = forward.kv().map(|kv| Arc::new(Exchange::new(kv, shared.clone())));
-        let opened = match &exchange {
-            Some(exchange) => Opened::new(tiers, exchange.layout())?,
-            None if tiers.any() => return Err(TierError::Immovable.into()),
-            None => None,
-        };
-        let tiers = match (opened, forward.kv()) {
-            (Some(opened), Some(kv)) => {
-                let shared = shared.clone();
-                let (catalog, mover) = opened.start(kv.arena.clone(), move |done| shared.send(Errand::Done(done)))?;
-                let tiers = Tiers::new(mover, catalog.sizes(), kv.arena.shape().block_bytes());
+        let tiers = match Tiers::start(tiers, exchange.as_deref(), &forward, &shared)? {
+            Some((catalog, tiers)) => {
                 scheduler = scheduler.with_tiers(catalog);
                 Some(tiers)
             }
-            _ => None,
+            None => None,
         };
         let metrics = tiers.as_ref().map(|tiers| tiers.metrics.clone());
-        let runner = Runner {
+        let mut runner = Runner {
             scheduler,
             forward,
             shared: shared.clone(),
@@ -113,6 +105,9 @@ impl BuiltIn {
             started: Instant::now(),
             tiers,
         };
+        // What a disk had from an earlier life is known before the first request.
+        runner.make_moves();
+        runner.publish_events();
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || runner.run())?;
         let (events, thread) = (Mutex::new(Some(events_receiver)), Mutex::new(Some(thread)));
         Ok(Self { info, shared, exchange, tiers: metrics, events, thread })
@@ -181,10 +176,22 @@ struct Tiers {
 }
 
 impl Tiers {
-    fn new(mover: Mover, sizes: Sizes, block_bytes: usize) -> Self {
+    /// `None` when there are to be none.
+    fn start(
+        options: &TierOptions,
+        exchange: Option<&Exchange>,
+        forward: &impl Forward,
+        shared: &Arc<Shared>,
+    ) -> Result<Option<(Catalog, Self)>, TierError> {
+        let Some((exchange, kv)) = exchange.zip(forward.kv()) else {
+            return if options.any() { Err(TierError::Immovable) } else { Ok(None) };
+        };
+        let Some(opened) = Opened::new(options, exchange.layout())? else { return Ok(None) };
+        let (shared, block_bytes) = (shared.clone(), kv.arena.shape().block_bytes());
+        let (catalog, mover) = opened.start(kv.arena, move |done| shared.send(Errand::Done(done)))?;
         let metrics = TierMetrics::default();
-        metrics.set_limits(sizes, block_bytes);
-        Self { mover, metrics, told: TierUsage::default(), block_bytes }
+        metrics.set_limits(catalog.sizes(), block_bytes);
+        Ok(Some((catalog, Self { mover, metrics, told: TierUsage::default(), block_bytes })))
     }
 }
 

@@ -223,9 +223,9 @@ impl Catalog {
         self.to_drop = self.beyond_queue(evicted);
         for &(from, block) in evicted {
             if self.sizes.host > 0 {
-                self.to_host(from, block, log);
+                self.keep_in_host(from, block, log);
             } else if self.sizes.disk > 0 {
-                self.to_disk_directly(from, block, log);
+                self.send_to_disk(from, block, log);
             }
         }
         for (_, block) in evicted.iter().rev() {
@@ -245,7 +245,7 @@ impl Catalog {
         leaving.saturating_sub(self.sizes.writes.saturating_sub(self.writes.len()))
     }
 
-    fn to_host(&mut self, from: BlockId, block: CachedBlock, log: &mut EventLog) {
+    fn keep_in_host(&mut self, from: BlockId, block: CachedBlock, log: &mut EventLog) {
         if self.host.touch(block.hash) {
             return;
         }
@@ -266,7 +266,7 @@ impl Catalog {
     }
 
     /// Without host memory there is only the queue between arena and disk.
-    fn to_disk_directly(&mut self, from: BlockId, block: CachedBlock, log: &mut EventLog) {
+    fn send_to_disk(&mut self, from: BlockId, block: CachedBlock, log: &mut EventLog) {
         if self.disk.touch(block.hash) {
             return;
         }
