@@ -124,6 +124,11 @@ impl BuiltIn {
         }
     }
 
+    /// What it counts of the tiers below the arena; `None` where it has none.
+    pub fn tiers(&self) -> Option<&TierMetrics> {
+        self.tiers.as_ref()
+    }
+
     /// Whether the engine has stopped, by [`Self::shutdown`] or by a failure.
     pub fn is_stopped(&self) -> bool {
         self.shared.inbox.lock().closed
