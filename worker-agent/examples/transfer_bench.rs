@@ -183,7 +183,7 @@ async fn beside_streams(
 ) -> Result<(Vec<f64>, Vec<f64>), Failure> {
     let mut fetches = Vec::new();
     for _ in 0..FETCHES {
-        fetches.push((from.lease(prompt_tokens).await?, to.exchange.reserve(blocks.to_vec()).await?));
+        fetches.push((from.lease(prompt_tokens).await?, to.exchange.reserve(blocks.to_vec(), TIMEOUT).await?));
     }
     let submit = |seed| to.engine.submit(generate(&prompt(STREAM_PROMPT, 100 * round + seed), STREAM_TOKENS));
     let mut streams = (0..STREAMS).map(submit).collect::<Result<Vec<_>, _>>()?;
@@ -192,7 +192,7 @@ async fn beside_streams(
     let calm = gaps(&mut streams, |gaps| gaps >= 40).await;
     let fetching = tokio::spawn(async move {
         for (source, reservation) in &mut fetches {
-            Tcp::new(TIMEOUT).pull(source, reservation).await?;
+            Tcp::new(TIMEOUT).pull(source, source.address("tcp").ok_or("no TCP")?, reservation).await?;
         }
         Ok::<(), Failure>(())
     });
@@ -205,9 +205,9 @@ async fn beside_streams(
 async fn fetch(from: &Node, to: &Node, prompt: &[u32], blocks: &[(BlockHash, SequenceHash)]) -> Result<Took, Failure> {
     let source = from.lease(prompt).await?;
     // Dropped at the end: the next fetch finds nothing here.
-    let mut reservation = to.exchange.reserve(blocks.to_vec()).await?;
+    let mut reservation = to.exchange.reserve(blocks.to_vec(), TIMEOUT).await?;
     let (started, before) = (Instant::now(), cpu()?);
-    Tcp::new(TIMEOUT).pull(&source, &mut reservation).await?;
+    Tcp::new(TIMEOUT).pull(&source, source.address("tcp").ok_or("no TCP")?, &mut reservation).await?;
     Ok(Took { wall: started.elapsed().as_secs_f64(), cpu: cpu()? - before })
 }
 

@@ -14,12 +14,14 @@ use protocol::metadata::WorkerMetadata;
 use tokio::net::TcpListener;
 use tokio::sync::{Mutex, watch};
 use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use crate::admin::{self, Admin};
 use crate::config::{Config, ConfigError, Settings};
 use crate::drain::Drain;
 use crate::engine::Engine;
+use crate::engine::builtin::exchange::Exchange;
 use crate::metrics::Metrics;
 use crate::publisher::{self, Publisher, PublisherError};
 use crate::registration::{self, Description, Entry, Identity, RegistrationError};
@@ -156,6 +158,8 @@ struct Agent {
     name: String,
     parts: JoinSet<Part>,
     drain: Arc<Drain>,
+    /// Blocks that other workers may still have to fetch.
+    exchange: Option<Arc<Exchange>>,
     metadata: watch::Sender<WorkerMetadata>,
     draining_metadata: WorkerMetadata,
     deregister: CancellationToken,
@@ -173,15 +177,17 @@ impl Agent {
         let identity = Identity::new(settings);
         let ports = (listeners.request.local_addr()?.port(), publisher.port());
         let admin_address = listeners.admin.local_addr()?;
+        let exchange = engine.exchange();
+        let kv_layout = exchange.as_ref().map(|exchange| exchange.layout());
         let describe = |draining| {
-            Description { settings, identity: &identity, engine: engine.info(), model: &model, ports, draining }
-                .metadata()
+            let (identity, engine, model) = (&identity, engine.info(), &model);
+            Description { settings, identity, engine, model, kv_layout, ports, draining }.metadata()
         };
         let (metadata, metadata_receiver) = watch::channel(describe(false));
         let draining_metadata = describe(true);
         let entry = Entry::open(settings, &identity).await?;
 
-        let mut metrics = Metrics::new(engine.info());
+        let mut metrics = Metrics::new(engine.info()).with_tiers(engine.tiers());
         engine.register(metrics.registry_mut());
         let (drain, metrics) = (Arc::new(Drain::default()), Arc::new(metrics));
         let (engine, transfer) = with_transfers(engine, settings, &identity, &listeners.transfer, &metrics)?;
@@ -234,12 +240,13 @@ impl Agent {
             };
             Ok(registration::hold(entry, metadata_receiver, registered, stop).await?)
         });
-        Ok(Self { name: settings.name.clone(), parts, drain, metadata, draining_metadata, deregister })
+        Ok(Self { name: settings.name.clone(), parts, drain, exchange, metadata, draining_metadata, deregister })
     }
 
     /// Drains, deregisters and ends all parts, in this order.
     async fn stop(mut self, drain_max: Duration) {
         tracing::info!(in_flight = self.drain.in_flight(), "draining");
+        let until = Instant::now() + drain_max;
         self.metadata.send_replace(self.draining_metadata);
         self.drain.begin();
         if let Err(timeout) = self.drain.finished(drain_max).await {
@@ -249,6 +256,13 @@ impl Agent {
                 self.name,
                 drain_max.as_secs()
             ));
+        }
+        // Prompts computed here whose answers go on elsewhere.
+        if let Some(exchange) = &self.exchange
+            && timeout_at(until, exchange.unleased()).await.is_err()
+        {
+            let (leases, _) = exchange.leased();
+            tracing::warn!(leases, limit_s = drain_max.as_secs(), "KV blocks were not fetched before the end");
         }
         self.deregister.cancel();
         self.drain.stop();

@@ -11,10 +11,12 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 mod mocker;
+mod tiers;
 mod transfer;
 mod vllm;
 
 pub use mocker::MockerConfig;
+pub use tiers::TierConfig;
 pub use transfer::{TransferConfig, TransferSettings};
 pub use vllm::{VllmConfig, VllmSettings};
 
@@ -93,6 +95,9 @@ pub struct Config {
     /// KV transfer
     #[command(flatten)]
     pub transfer: TransferConfig,
+    /// KV blocks below the arena
+    #[command(flatten)]
+    pub tiers: TierConfig,
     /// The mocker
     #[command(flatten)]
     pub mocker: MockerConfig,
@@ -303,6 +308,7 @@ impl Config {
             let rule = "must be at least --max-num-seqs: each running sequence takes one token of a step";
             return Err(ConfigError::Invalid { flag: "--max-num-batched-tokens", value, rule });
         }
+        self.tiers()?;
         self.mocker.check()?;
         self.check_vllm()
     }

@@ -7,6 +7,7 @@ pub mod remote;
 use std::sync::Arc;
 
 use builtin::exchange::Exchange;
+use builtin::tiers::metrics::TierMetrics;
 use tokio::sync::mpsc;
 
 use kv_hashing::BlockSize;
@@ -153,6 +154,11 @@ pub trait Engine: Send + Sync + 'static {
 
     /// KV blocks that others fetch from this engine, and that it gets from others; `None` where blocks cannot be moved.
     fn exchange(&self) -> Option<Arc<Exchange>> {
+        None
+    }
+
+    /// What it counts of tiers below its device memory; `None` where it has none of ours.
+    fn tiers(&self) -> Option<TierMetrics> {
         None
     }
 

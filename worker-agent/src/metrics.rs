@@ -9,6 +9,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
+use crate::engine::builtin::tiers::metrics::TierMetrics;
 use crate::engine::{EngineInfo, EngineLoad};
 use crate::transfer::metrics::TransferMetrics;
 
@@ -118,6 +119,12 @@ impl Metrics {
     /// Where an engine adds what only its kind counts.
     pub fn registry_mut(&mut self) -> &mut Registry {
         &mut self.registry
+    }
+
+    /// With the engine's metrics of the tiers below its device memory, if it has any.
+    pub fn with_tiers(mut self, tiers: Option<TierMetrics>) -> Self {
+        tiers.into_iter().for_each(|tiers| tiers.register(&mut self.registry));
+        self
     }
 
     /// Counts one request by how it ended.

@@ -15,7 +15,8 @@ use protocol::request_plane::Generate;
 use tokio::sync::Semaphore;
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use crate::engine::builtin::exchange::{Exchange, Import, Lease, Place, Reservation, Terms};
+use crate::engine::builtin::exchange::{Exchange, Import, KvLayout, Lease, NoRoom, Place, Reservation, Terms};
+use crate::engine::builtin::tiers::metrics::TierMetrics;
 use crate::engine::{ArenaEvent, Engine, EngineInfo, EngineLoad, EngineOutput, SubmitError};
 use crate::metrics::observe;
 
@@ -31,14 +32,17 @@ mod wire;
 pub use error::{Stage, TransferError};
 use metrics::TransferMetrics;
 pub use serve::{Server, serve};
-pub use source::Source;
+pub use source::{Offer, Source};
 pub use tcp::Tcp;
 pub use wire::Refusal;
 
 /// Most fetches at once; others wait for their turn. More would only share the same wire.
 const MAX_FETCHES: usize = 8;
-/// Longest wait for a turn.
-const TURN: Duration = Duration::from_secs(30);
+/// Longest wait for a turn, if the lease lasts.
+const TURN: Duration = Duration::from_secs(10);
+/// The part of a lease's life that may pass before anything is fetched: once for room and once for a turn. So a fetch whose
+/// turn comes late still has a third of it.
+const WAIT: u32 = 3;
 
 /// A way for blocks to come here.
 pub trait KvTransport: Send + Sync + 'static {
@@ -47,10 +51,15 @@ pub trait KvTransport: Send + Sync + 'static {
 
     /// Fetches the blocks that `into` is missing, in order, verifies each, and then ends the lease. What has come when it
     /// fails, or is dropped, is complete in `into`.
-    fn pull<'a>(&'a self, source: &'a Source, into: &'a mut Reservation) -> BoxFuture<'a, Result<(), TransferError>>;
+    fn pull<'a>(
+        &'a self,
+        source: &'a Source,
+        address: &'a str,
+        into: &'a mut Reservation,
+    ) -> BoxFuture<'a, Result<(), TransferError>>;
 
     /// Ends the lease of blocks that will not be fetched.
-    fn release<'a>(&'a self, source: &'a Source) -> BoxFuture<'a, Result<(), TransferError>>;
+    fn release<'a>(&'a self, source: &'a Source, address: &'a str) -> BoxFuture<'a, Result<(), TransferError>>;
 }
 
 /// What a worker says of itself to those that fetch from it, and wants of those it fetches from.
@@ -78,24 +87,26 @@ impl Transfers {
     /// Wraps `engine`, whose blocks `exchange` moves, and lets it lease blocks under `options`.
     pub fn new(engine: Arc<dyn Engine>, exchange: Arc<Exchange>, options: Options, metrics: TransferMetrics) -> Self {
         let transports: Vec<Box<dyn KvTransport>> = vec![Box::new(Tcp::new(options.timeout))];
-        let (revision, layout, lifetime) = (options.revision.clone(), exchange.layout(), options.lease);
-        let describe = move |lease: &Lease| {
-            let (address, boot_epoch, revision) = (&options.address, &options.boot_epoch, &options.revision);
-            Source {
-                backend: tcp::BACKEND.to_owned(),
-                address: address.clone(),
-                boot_epoch: boot_epoch.clone(),
-                revision: revision.clone(),
-                lease: lease.id(),
-                layout,
-                blocks: lease.blocks().collect(),
-            }
-            .to_json()
-        };
+        let (revision, timeout, lifetime) = (options.revision.clone(), options.timeout, options.lease);
+        let describe = describe(options, exchange.layout());
         exchange.open(Terms { lifetime, describe: Box::new(describe) });
         let turns = Semaphore::new(MAX_FETCHES);
-        Self { engine, fetcher: Arc::new(Fetcher { exchange, transports, turns, revision, metrics }) }
+        Self { engine, fetcher: Arc::new(Fetcher { exchange, transports, turns, revision, timeout, metrics }) }
     }
+}
+
+/// What says where a lease's blocks are.
+fn describe(options: Options, layout: KvLayout) -> impl Fn(&Lease) -> String {
+    let source = Source {
+        offers: vec![Offer { backend: tcp::BACKEND.to_owned(), address: options.address }],
+        boot_epoch: options.boot_epoch,
+        revision: options.revision,
+        lease: 0,
+        lease_ms: options.lease.as_millis() as u64,
+        layout,
+        blocks: Vec::new(),
+    };
+    move |lease| Source { lease: lease.id(), blocks: lease.blocks().collect(), ..source.clone() }.to_json()
 }
 
 impl Engine for Transfers {
@@ -111,9 +122,16 @@ impl Engine for Transfers {
         }
         let request_id = request.request_id.clone();
         let (place, receiver) = self.fetcher.exchange.place(request)?;
-        if let Some(place) = place {
-            tokio::spawn(self.fetcher.clone().bring(place, params, request_id));
-        }
+        let fetcher = self.fetcher.clone();
+        match place {
+            Some(place) => tokio::spawn(fetcher.bring(place, params, request_id)),
+            // Nothing is left to compute.
+            None => tokio::spawn(async move {
+                if let Ok(source) = Source::parse(&params) {
+                    fetcher.release(&source, &request_id).await;
+                }
+            }),
+        };
         Ok(receiver)
     }
 
@@ -132,14 +150,20 @@ impl Engine for Transfers {
     fn register(&self, registry: &mut Registry) {
         self.engine.register(registry);
     }
+
+    fn tiers(&self) -> Option<TierMetrics> {
+        self.engine.tiers()
+    }
 }
 
 /// What fetches of one engine share.
 struct Fetcher {
     exchange: Arc<Exchange>,
+    /// Best first.
     transports: Vec<Box<dyn KvTransport>>,
     turns: Semaphore,
     revision: String,
+    timeout: Duration,
     metrics: TransferMetrics,
 }
 
@@ -158,6 +182,8 @@ impl Fetcher {
         let fetched = tokio::select! {
             biased;
             () = place.cancelled() => None,
+            // It fails the request at once.
+            () = place.stopped() => Some((Err(NoRoom::Stopped.into()), None)),
             fetched = self.fetch(&source, place.reusable()) => Some(fetched),
         };
         let outcome = match fetched {
@@ -175,11 +201,11 @@ impl Fetcher {
                 Err(TransferError::Cancelled)
             }
         };
-        if outcome.is_err_and(|error| error.leaves_lease())
-            && let Ok(transport) = self.transport(&source)
-            && let Err(error) = transport.release(&source).await
-        {
-            tracing::debug!(request_id, %error, "the lease was not ended; it expires");
+        self.metrics.reserved_blocks.set(self.exchange.reserved() as i64);
+        match outcome {
+            Ok(Fetched::Missing) => {}
+            Err(error) if !error.leaves_lease() => {}
+            Ok(Fetched::Nothing) | Err(_) => self.release(&source, &request_id).await,
         }
     }
 
@@ -188,23 +214,20 @@ impl Fetcher {
         &self,
         source: &Source,
         wanted: &[(BlockHash, SequenceHash)],
-    ) -> (Result<(), TransferError>, Option<Import>) {
-        let turn = tokio::time::timeout(TURN, self.turns.acquire()).await;
-        let Ok(_turn) = turn else {
-            return (Err(TransferError::Timeout { stage: Stage::Turn, limit: TURN }), None);
-        };
+    ) -> (Result<Fetched, TransferError>, Option<Import>) {
         let mut reservation = match self.reserve(source, wanted).await {
             Ok(reservation) => reservation,
             Err(error) => return (Err(error), None),
         };
-        let outcome = match self.transport(source) {
-            Ok(transport) => transport.pull(source, &mut reservation).await,
-            Err(error) => Err(error),
-        };
+        self.metrics.reserved_blocks.set(self.exchange.reserved() as i64);
+        if reservation.missing().len() == 0 {
+            return (Ok(Fetched::Nothing), Some(reservation.finish()));
+        }
+        let outcome = self.pull(source, &mut reservation).await;
         let received = reservation.received();
         self.metrics.received_blocks.inc_by(received as u64);
         self.metrics.received_bytes.inc_by((received * reservation.block_bytes()) as u64);
-        (outcome, Some(reservation.finish()))
+        (outcome.map(|()| Fetched::Missing), Some(reservation.finish()))
     }
 
     /// Room for those of the wanted blocks that the source has, from the first on.
@@ -221,16 +244,46 @@ impl Fetcher {
         if offered == 0 && !wanted.is_empty() {
             return Err(TransferError::OtherPrompt);
         }
-        Ok(self.exchange.reserve(wanted[..offered].to_vec()).await?)
+        let patience = self.timeout.min(source.lifetime() / WAIT);
+        Ok(self.exchange.reserve(wanted[..offered].to_vec(), patience).await?)
     }
 
-    fn transport(&self, source: &Source) -> Result<&dyn KvTransport, TransferError> {
-        let found = self.transports.iter().find(|transport| transport.backend() == source.backend);
-        found.map(|transport| &**transport).ok_or_else(|| TransferError::Backend(source.backend.clone()))
+    /// Waits for a turn, and then for the blocks.
+    async fn pull(&self, source: &Source, into: &mut Reservation) -> Result<(), TransferError> {
+        let limit = TURN.min(source.lifetime() / WAIT);
+        let Ok(_turn) = tokio::time::timeout(limit, self.turns.acquire()).await else {
+            return Err(TransferError::Timeout { stage: Stage::Turn, limit });
+        };
+        let (transport, address) = self.transport(source)?;
+        transport.pull(source, address, into).await
+    }
+
+    /// Tells the other worker that its blocks will not be fetched.
+    async fn release(&self, source: &Source, request_id: &str) {
+        let Ok((transport, address)) = self.transport(source) else { return };
+        if let Err(error) = transport.release(source, address).await {
+            tracing::debug!(request_id, %error, "the lease was not ended; it expires");
+        }
+    }
+
+    /// The best way that both workers know, and where it leads.
+    fn transport<'a>(&self, source: &'a Source) -> Result<(&dyn KvTransport, &'a str), TransferError> {
+        let known = |transport: &'_ Box<dyn KvTransport>| source.address(transport.backend());
+        let found = self.transports.iter().find_map(|transport| Some((&**transport, known(transport)?)));
+        found.ok_or_else(|| TransferError::Backend(source.offers.iter().map(|offer| offer.backend.clone()).collect()))
     }
 
     fn failed(&self, error: &TransferError, request_id: &str, received: usize) {
         self.metrics.failed(error.reason());
         tracing::warn!(request_id, received, %error, "KV transfer failed; the rest of the prompt is computed here");
     }
+}
+
+/// How a fetch went well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fetched {
+    /// What was missing has come, and the lease has ended with it.
+    Missing,
+    /// Nothing was missing.
+    Nothing,
 }

@@ -42,7 +42,7 @@ pub async fn run(args: WorkerArgs, shutdown: CancellationToken) -> Outcome {
 
 /// One engine; tells a parent that reads its output where its metrics are.
 async fn built_in(config: Config, file: PathBuf, tell: bool, shutdown: CancellationToken) -> Outcome {
-    let (options, path) = (options(&config), file.clone());
+    let (options, path) = (options(&config)?, file.clone());
     let opened = tokio::task::spawn_blocking(move || open(&path, options)).await?;
     let (engine, artifacts, facts) = opened.map_err(|error| refused(&file, &error))?;
     let model = model_info(&config, artifacts, facts.name, &file);
@@ -57,14 +57,14 @@ async fn built_in(config: Config, file: PathBuf, tell: bool, shutdown: Cancellat
 /// All mockers of this process; when one fails, the others end too.
 async fn mockers(config: Config, file: PathBuf, shutdown: CancellationToken) -> Outcome {
     let configs = config.mockers().map_err(Failure::settings)?;
-    let (sizes, options, path) = (options(&config), config.mocker.options(), file.clone());
-    let read = tokio::task::spawn_blocking(move || MockedModel::read(&path, options)).await?;
+    let (mocker, path) = (config.mocker.options(), file.clone());
+    let read = tokio::task::spawn_blocking(move || MockedModel::read(&path, mocker)).await?;
     let mocked = read.map_err(|error| refused(&file, &error))?;
     let model = model_info(&config, mocked.artifacts.clone(), mocked.name.clone(), &file);
     tracing::warn!(workers = configs.len(), "a mocker computes nothing: its answers are random words");
     let (stop, mut workers) = (shutdown.child_token(), JoinSet::new());
     for config in configs {
-        let engine = mocked.start(sizes).map_err(Failure::settings)?;
+        let engine = mocked.start(options(&config)?).map_err(Failure::settings)?;
         let (model, stop) = (model.clone(), stop.clone());
         workers.spawn(async move {
             let listeners = listen(&config).await?;
@@ -143,15 +143,16 @@ pub fn refused(file: &Path, error: &dyn std::fmt::Display) -> Failure {
     Failure::Settings(if text.contains(&path) { text } else { format!("{path}: {text}") })
 }
 
-fn options(config: &Config) -> OpenOptions {
-    OpenOptions {
+fn options(config: &Config) -> Result<OpenOptions, Failure> {
+    Ok(OpenOptions {
         threads: config.threads.and_then(NonZeroUsize::new),
         block_size: config.block_size,
         total_blocks: config.kv_blocks,
         max_num_seqs: config.max_num_seqs,
         max_num_batched_tokens: config.max_num_batched_tokens,
+        tiers: config.tiers().map_err(Failure::settings)?,
         ..OpenOptions::default()
-    }
+    })
 }
 
 fn stem(file: &Path) -> String {

@@ -12,6 +12,7 @@ use protocol::request_plane::{ErrorCode, FinishReason, Finished, Output};
 use super::attempts::{Attempts, Job, Leg};
 use crate::backend::DispatchError;
 use crate::metrics::ReasonLabels;
+use crate::request_plane::Kept;
 
 /// Why a request has to leave its worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,14 +125,19 @@ impl Migration {
         self.job.as_ref().is_some_and(|job| job.request.prefill_only)
     }
 
-    /// Finds the worker of the second half; `params` tell it how the KV of the prompt is fetched.
-    pub(super) async fn hand_over(mut self, params: String) -> (Self, Result<Leg, DispatchError>) {
+    /// Finds the worker of the second half; `params` tell it how the KV of the prompt is fetched. Without one, or when the
+    /// client leaves meanwhile, the KV is given up with `kept`.
+    pub(super) async fn hand_over(mut self, params: String, kept: Kept) -> (Self, Result<Leg, DispatchError>) {
         let job = self.job.as_mut().expect("the job of a first half is kept");
-        let kept = if params.is_empty() { "not kept" } else { "remote" };
+        let outcome = if params.is_empty() { "not kept" } else { "remote" };
         job.join(params);
         job.ask.resume(&job.request);
         let leg = self.attempts.run(job).await;
-        self.attempts.count(if leg.is_ok() { kept } else { "no decode worker" });
+        self.attempts.count(if leg.is_ok() { outcome } else { "no decode worker" });
+        if leg.is_ok() {
+            // The worker that answers has fetched it, or ended the lease itself.
+            kept.taken();
+        }
         self.moved = true;
         (self, leg)
     }

@@ -37,9 +37,9 @@ pub enum TransferError {
     /// The parameters are not what a worker of ours writes.
     #[error("disaggregated_params: {0}")]
     Params(String),
-    /// A way that this worker does not know.
-    #[error("this worker has no KV transport {0:?}")]
-    Backend(String),
+    /// Only ways that this worker does not know.
+    #[error("this worker has none of the KV transports {0:?}")]
+    Backend(Vec<String>),
     /// Another model, shape of blocks, or revision.
     #[error("the other worker's KV is of another model, layout or revision")]
     Layout,

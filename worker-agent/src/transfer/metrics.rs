@@ -51,8 +51,10 @@ pub struct TransferMetrics {
     failures: Family<FailureLabel, Counter>,
     /// Leases held now.
     pub leases: Gauge,
-    /// Blocks under leases now; one under two counts twice.
+    /// Blocks under leases now; one under two counts once.
     pub leased_blocks: Gauge,
+    /// Blocks reserved for transfers to this worker now.
+    pub reserved_blocks: Gauge,
     /// Leases that ended because nobody fetched.
     pub leases_expired: Counter,
     /// Bytes of blocks sent.
@@ -80,6 +82,7 @@ impl TransferMetrics {
             seconds,
             leases: gauge(registry, "kv_leases", "Prompts whose KV blocks wait to be fetched by other workers"),
             leased_blocks: gauge(registry, "kv_leased_blocks", "KV blocks that wait to be fetched by other workers"),
+            reserved_blocks: gauge(registry, "kv_reserved_blocks", "KV blocks that wait for their content to come"),
             leases_expired: counter(registry, "kv_leases_expired", "Leases that ended because nobody fetched"),
             sent_bytes: counter(registry, "kv_transfer_sent_bytes", "Bytes of KV blocks sent to other workers"),
             received_bytes: counter(registry, "kv_transfer_received_bytes", "Bytes of KV blocks fetched"),

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use bytes::{Buf, BytesMut};
 use kv_hashing::SequenceHash;
 use protocol::request_plane::encode_frame;
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::MissedTickBehavior;
 use tokio_util::task::TaskTracker;
@@ -24,7 +24,7 @@ use crate::drain::Drain;
 use crate::engine::builtin::exchange::{Exchange, KvLayout, Lease};
 
 /// Most connections at once: one for each fetch.
-const MAX_CONNECTIONS: usize = 256;
+pub(super) const MAX_CONNECTIONS: usize = 256;
 /// From accepting to the end of the greeting.
 const HELLO: Duration = Duration::from_secs(2);
 /// Longest wait for the next request on a connection.
@@ -37,6 +37,9 @@ const PIECE: usize = 1 << 20;
 const EXPIRY: Duration = Duration::from_millis(250);
 /// Longest wait, at the end, for blocks that are being sent.
 const FLUSH: Duration = Duration::from_secs(2);
+/// Longest wait for the end of a connection that is refused, and most that is read of it, in bytes.
+const LINGER: Duration = Duration::from_millis(500);
+const MAX_UNREAD: u64 = 1 << 20;
 /// Pause after a failed accept (out of file descriptors, for one).
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -112,6 +115,7 @@ impl Server {
         let (leases, blocks) = self.exchange.leased();
         self.metrics.leases.set(leases as i64);
         self.metrics.leased_blocks.set(blocks as i64);
+        self.metrics.reserved_blocks.set(self.exchange.reserved() as i64);
     }
 
     async fn answer(&self, mut socket: TcpStream, peer: SocketAddr, busy: bool, drain: &Drain) {
@@ -206,8 +210,17 @@ async fn send(socket: &mut TcpStream, answer: Answer) -> Result<(), Ended> {
     write(socket, frame(answer)).await
 }
 
+/// Says why, and gives the client a moment to read it: closing with unread bytes would reset the connection, and what was
+/// written with it.
 async fn refuse(socket: &mut TcpStream, refusal: Refusal, message: String) -> Result<(), Ended> {
     send(socket, Answer::Refused(Refused { refusal: refusal.into(), message: message.clone() })).await?;
+    let unread = async {
+        socket.shutdown().await?;
+        tokio::io::copy(&mut socket.take(MAX_UNREAD), &mut tokio::io::sink()).await
+    };
+    if let Ok(Err(error)) = tokio::time::timeout(LINGER, unread).await {
+        tracing::debug!(%error, "a refused connection did not end");
+    }
     Err(Ended::Refused(message))
 }
 

@@ -16,11 +16,11 @@ use super::{KvTransport, Source, Stage, TransferError};
 use crate::engine::builtin::exchange::Reservation;
 
 /// As [`Source::backend`] has it.
-pub(super) const BACKEND: &str = "tcp";
+pub const BACKEND: &str = "tcp";
 
-/// Time for a mebibyte of blocks: 20 MB/s, a slow network. At that speed 16 tokens of a small model (360 KiB) take 18 ms,
 /// Longest wait for a connection and its greeting.
 const GREETING: Duration = Duration::from_secs(1);
+/// Time for a mebibyte of blocks: 20 MB/s, a slow network. At that speed 16 tokens of a small model (360 KiB) take 18 ms,
 /// about a tenth of the time that computing them takes.
 const PER_MIB: Duration = Duration::from_millis(50);
 /// Time for ending a lease that is not fetched.
@@ -44,15 +44,18 @@ impl KvTransport for Tcp {
         BACKEND
     }
 
-    fn pull<'a>(&'a self, source: &'a Source, into: &'a mut Reservation) -> BoxFuture<'a, Result<(), TransferError>> {
+    fn pull<'a>(
+        &'a self,
+        source: &'a Source,
+        address: &'a str,
+        into: &'a mut Reservation,
+    ) -> BoxFuture<'a, Result<(), TransferError>> {
         Box::pin(async move {
             let mib = (into.missing().len() * into.block_bytes()).div_ceil(1 << 20) as u32;
             // A worker that cannot be reached must not hold a turn for as long as its bytes would take.
-            let mut connection = Connection::open(source, Deadline::new(self.timeout.min(GREETING))).await?;
+            let mut connection = Connection::open(source, address, Deadline::new(self.timeout.min(GREETING))).await?;
             connection.deadline = Deadline::new(self.timeout + PER_MIB * mib);
-            if into.missing().len() > 0 {
-                connection.pull(source.lease, into).await?;
-            }
+            connection.pull(source.lease, into).await?;
             if let Err(error) = connection.release(source.lease).await {
                 // Nothing is missing here; there the lease expires.
                 tracing::debug!(%error, "the lease was not ended");
@@ -61,8 +64,9 @@ impl KvTransport for Tcp {
         })
     }
 
-    fn release<'a>(&'a self, source: &'a Source) -> BoxFuture<'a, Result<(), TransferError>> {
-        Box::pin(async move { Connection::open(source, Deadline::new(RELEASE)).await?.release(source.lease).await })
+    fn release<'a>(&'a self, source: &'a Source, address: &'a str) -> BoxFuture<'a, Result<(), TransferError>> {
+        let open = Connection::open(source, address, Deadline::new(RELEASE));
+        Box::pin(async move { open.await?.release(source.lease).await })
     }
 }
 
@@ -96,8 +100,8 @@ struct Connection {
 }
 
 impl Connection {
-    async fn open(source: &Source, deadline: Deadline) -> Result<Self, TransferError> {
-        let socket = deadline.within(Stage::Connect, TcpStream::connect(&source.address)).await?;
+    async fn open(source: &Source, address: &str, deadline: Deadline) -> Result<Self, TransferError> {
+        let socket = deadline.within(Stage::Connect, TcpStream::connect(address)).await?;
         deadline.within(Stage::Connect, async { socket.set_nodelay(true) }).await?;
         let mut connection = Self { socket, deadline };
         let hello = Hello {

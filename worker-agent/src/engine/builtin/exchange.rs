@@ -6,6 +6,7 @@
 //! two steps. How bytes travel is not known here.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use kv_hashing::{BlockHash, SequenceHash};
@@ -21,11 +22,14 @@ use super::service::inbox::{Errand, Shared};
 use crate::engine::{EngineOutput, SubmitError};
 
 mod lease;
+pub(super) mod queue;
 mod reservation;
 
 pub use super::service::inbox::Place;
 use lease::Leases;
 pub use lease::{Lease, LeaseGone, Terms};
+use queue::Ask;
+use reservation::Share;
 pub use reservation::{Import, Reservation};
 
 /// Number of the meaning of a block's bytes beyond its shape: order, element type, rotation of keys. Whoever changes one of them
@@ -45,6 +49,15 @@ pub struct KvLayout {
     pub shape: KvShape,
 }
 
+/// Stable, and equal for equal layouts only.
+impl std::fmt::Display for KvLayout {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let KvShape { layers, kv_heads, head_dim, block_size } = self.shape;
+        let (format, model) = (self.format, self.model);
+        write!(f, "f16-v{format}/{model:016x}/{layers}x{kv_heads}x{head_dim}/{block_size}")
+    }
+}
+
 /// 64 bits as 16 hex digits: JSON numbers hold 53.
 mod hex {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
@@ -61,9 +74,9 @@ mod hex {
 /// Why no blocks are reserved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoRoom {
-    /// The blocks would be taken from sequences.
-    #[error("no KV blocks are free")]
-    Blocks,
+    /// For so long the blocks would have had to be taken from sequences, or from other fetches.
+    #[error("no KV blocks became free within {} ms", .0.as_millis())]
+    Blocks(Duration),
     /// The engine's thread did not answer in time.
     #[error("the engine has been in one step for {} s", .0.as_secs())]
     Step(Duration),
@@ -81,13 +94,15 @@ pub struct Exchange {
     arena: Arc<KvArena>,
     layout: KvLayout,
     leases: Leases,
+    /// Blocks that are reserved for fetches now.
+    reserved: Arc<AtomicUsize>,
 }
 
 impl Exchange {
     pub(super) fn new(kv: Kv, shared: Arc<Shared>) -> Self {
         let layout = KvLayout { format: FORMAT, model: kv.model, shape: kv.arena.shape() };
         let leases = Leases::new(kv.arena.blocks() / 2);
-        Self { shared, arena: kv.arena, layout, leases }
+        Self { shared, arena: kv.arena, layout, leases, reserved: Arc::default() }
     }
 
     /// What the blocks are.
@@ -122,9 +137,29 @@ impl Exchange {
         self.leases.expire(now)
     }
 
-    /// Leases, and the blocks under them (a block under two counts twice).
+    /// Leases, and the blocks under them; a block under two counts once.
     pub fn leased(&self) -> (usize, usize) {
         self.leases.held()
+    }
+
+    /// Waits until no lease is left: all are fetched, given up or expired.
+    pub async fn unleased(&self) {
+        self.leases.ended().await;
+    }
+
+    /// Blocks that are reserved for fetches now, and not cached yet.
+    pub fn reserved(&self) -> usize {
+        self.reserved.load(Relaxed)
+    }
+
+    /// Most blocks that fetches may reserve: the other half is for sequences.
+    pub(super) fn max_reserved(&self) -> usize {
+        (self.arena.blocks() / 2).max(1)
+    }
+
+    /// Blocks that may be reserved now.
+    pub(super) fn reservable(&self) -> usize {
+        self.max_reserved().saturating_sub(self.reserved())
     }
 
     /// No more leases: the engine ends.
@@ -137,11 +172,16 @@ impl Exchange {
         self.shared.place(request)
     }
 
-    /// Holds the blocks of a prefix that are here, and reserves room for the others. Waits for the end of the engine's step.
-    pub async fn reserve(&self, blocks: Vec<(BlockHash, SequenceHash)>) -> Result<Reservation, NoRoom> {
+    /// Holds the blocks of a prefix that are here, and reserves room for the others: behind those that asked before, and within
+    /// `patience`. Of a prefix that could never have room it reserves what could. Waits for the end of the engine's step.
+    pub async fn reserve(
+        &self,
+        blocks: Vec<(BlockHash, SequenceHash)>,
+        patience: Duration,
+    ) -> Result<Reservation, NoRoom> {
         let (reply, answer) = oneshot::channel();
-        self.shared.send(Errand::Reserve { blocks, reply });
-        match tokio::time::timeout(STEP, answer).await {
+        self.shared.send(Errand::Reserve(Ask { blocks, patience, reply }));
+        match tokio::time::timeout(STEP + patience, answer).await {
             Ok(Ok(reserved)) => reserved,
             Ok(Err(_)) => Err(NoRoom::Stopped),
             Err(_) => Err(NoRoom::Step(STEP)),
@@ -155,6 +195,7 @@ impl Exchange {
         table: Vec<BlockId>,
         here: usize,
     ) -> Reservation {
-        Reservation::new(self.shared.clone(), self.arena.clone(), blocks, table, here)
+        let share = Share::new(self.reserved.clone(), table.len() - here);
+        Reservation::new(self.shared.clone(), self.arena.clone(), share, blocks, table, here)
     }
 }
