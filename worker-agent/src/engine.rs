@@ -157,6 +157,11 @@ pub trait Engine: Send + Sync + 'static {
         None
     }
 
+    /// What its blocks are: engines with equal texts, and they alone, can exchange them. `None` where blocks cannot be moved.
+    fn kv_layout(&self) -> Option<String> {
+        self.exchange().map(|exchange| exchange.layout().to_string())
+    }
+
     /// What it counts of tiers below its device memory; `None` where it has none of ours.
     fn tiers(&self) -> Option<TierMetrics> {
         None
