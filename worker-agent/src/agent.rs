@@ -178,10 +178,11 @@ impl Agent {
         let ports = (listeners.request.local_addr()?.port(), publisher.port());
         let admin_address = listeners.admin.local_addr()?;
         let exchange = engine.exchange();
-        let kv_layout = exchange.as_ref().map(|exchange| exchange.layout());
+        let kv_layout = engine.kv_layout();
         let describe = |draining| {
             let (identity, engine, model) = (&identity, engine.info(), &model);
-            Description { settings, identity, engine, model, kv_layout, ports, draining }.metadata()
+            Description { settings, identity, engine, model, kv_layout: kv_layout.as_deref(), ports, draining }
+                .metadata()
         };
         let (metadata, metadata_receiver) = watch::channel(describe(false));
         let draining_metadata = describe(true);

@@ -156,6 +156,11 @@ pub trait Engine: Send + Sync + 'static {
         None
     }
 
+    /// What its blocks are: engines with equal texts, and they alone, can exchange them. `None` where blocks cannot be moved.
+    fn kv_layout(&self) -> Option<String> {
+        self.exchange().map(|exchange| exchange.layout().to_string())
+    }
+
     /// Makes what only this kind of engine counts part of the worker's metrics.
     fn register(&self, _registry: &mut Registry) {}
 }

@@ -161,6 +161,10 @@ impl Engine for Remote {
         self.events.lock().take()
     }
 
+    fn kv_layout(&self) -> Option<String> {
+        self.shared.dialect.kv_layout()
+    }
+
     fn register(&self, registry: &mut Registry) {
         self.shared.metrics.register(registry);
     }

@@ -17,6 +17,9 @@ pub(super) trait Dialect: Send + Sync + 'static {
     /// Reads an answer that is none: its status, and what it says.
     fn refusal(&self, status: u16, body: &[u8]) -> Refusal;
 
+    /// What the server's KV blocks are, as [`crate::engine::Engine::kv_layout`] has it.
+    fn kv_layout(&self) -> Option<String>;
+
     /// Path that says whether the server can work.
     fn health_path(&self) -> &'static str;
 

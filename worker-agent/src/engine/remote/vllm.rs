@@ -223,6 +223,11 @@ impl Dialect for Vllm {
         answer::refusal(status, body)
     }
 
+    /// Connectors compare the rest when they meet.
+    fn kv_layout(&self) -> Option<String> {
+        Some(format!("{BACKEND}/{}/{}", self.block_size, self.model))
+    }
+
     fn health_path(&self) -> &'static str {
         "/health"
     }

@@ -115,7 +115,7 @@ impl Node {
         self.metrics().onboarded_blocks(tier)
     }
 
-    fn metrics(&self) -> TierMetrics {
+    fn metrics(&self) -> &TierMetrics {
         self.engine.tiers().expect("there are tiers")
     }
 
@@ -291,7 +291,7 @@ async fn a_reservation_takes_from_host_memory_what_need_not_be_fetched() {
     let (place, _outputs) = exchange.place(request(0)).expect("room");
     let wanted = place.expect("not ended").reusable().to_vec();
     assert_eq!(wanted.len(), 4);
-    let reservation = exchange.reserve(wanted.clone()).await.expect("room");
+    let reservation = exchange.reserve(wanted.clone(), Duration::from_secs(5)).await.expect("room");
     assert_eq!((reservation.here(), reservation.missing().len()), (4, 0));
     drop(reservation);
     let (_, reused) = node.answer(0).await;
