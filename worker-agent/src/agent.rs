@@ -173,9 +173,10 @@ impl Agent {
         let identity = Identity::new(settings);
         let ports = (listeners.request.local_addr()?.port(), publisher.port());
         let admin_address = listeners.admin.local_addr()?;
+        let kv_layout = engine.exchange().map(|exchange| exchange.layout());
         let describe = |draining| {
-            Description { settings, identity: &identity, engine: engine.info(), model: &model, ports, draining }
-                .metadata()
+            let (identity, engine, model) = (&identity, engine.info(), &model);
+            Description { settings, identity, engine, model, kv_layout, ports, draining }.metadata()
         };
         let (metadata, metadata_receiver) = watch::channel(describe(false));
         let draining_metadata = describe(true);

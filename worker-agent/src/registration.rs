@@ -21,6 +21,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::agent::ModelInfo;
 use crate::config::{Discovery, Settings};
 use crate::engine::EngineInfo;
+use crate::engine::builtin::exchange::KvLayout;
 use file::FileEntry;
 pub use kubernetes::KubernetesEntry;
 
@@ -90,6 +91,8 @@ pub(crate) struct Description<'a> {
     pub(crate) identity: &'a Identity,
     pub(crate) engine: &'a EngineInfo,
     pub(crate) model: &'a ModelInfo,
+    /// What the engine's blocks are, where they can be moved.
+    pub(crate) kv_layout: Option<KvLayout>,
     /// Ports of the request plane and of events, as they are bound.
     pub(crate) ports: (u16, u16),
     pub(crate) draining: bool,
@@ -159,6 +162,8 @@ impl Description<'_> {
                 eos_token_ids: self.model.eos_token_ids.clone(),
                 bos_token_id: self.model.bos_token_id,
                 revision: self.settings.revision.clone(),
+                kv_revision: self.kv_layout.map(|_| self.settings.kv_revision.clone()),
+                kv_layout: self.kv_layout.map(|layout| layout.to_string()),
                 labels: self.settings.labels.clone(),
                 draining: self.draining,
                 block_hash_probe: metadata::block_hash_probe(self.engine.block_size),

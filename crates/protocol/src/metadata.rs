@@ -137,9 +137,15 @@ pub struct ArmatureCard {
     /// Token put before a completion prompt, where the model wants one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bos_token_id: Option<u32>,
-    /// Revision of the pod template: workers of different revisions do not exchange KV.
+    /// Revision of the pod template.
     #[serde(default)]
     pub revision: String,
+    /// Workers exchange KV only with those of the same one; absent where a worker does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kv_revision: Option<String>,
+    /// What a block's bytes are: model, shape, format. Equal texts can be exchanged; absent where a worker does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kv_layout: Option<String>,
     /// Free labels, for filters.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,

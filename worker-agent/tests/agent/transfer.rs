@@ -49,6 +49,9 @@ async fn a_prompt_is_computed_by_one_agent_and_answered_by_another() {
     let engine = || Arc::new(mocked.start(sizes).expect("starts"));
     let prefill = Worker::with_engine(engine(), &["--role", "prefill"]).await;
     let decode = Worker::with_engine(engine(), &["--role", "decode"]).await;
+    let (one, other) = (prefill.armature(), decode.armature());
+    assert_eq!((one.kv_revision.as_deref(), &one.kv_layout), (Some(""), &other.kv_layout), "routers may pair them");
+    assert!(one.kv_layout.is_some_and(|layout| layout.starts_with("f16-v1/") && layout.ends_with("/16")));
     let (mut to_prefill, mut to_decode) = (prefill.router().await, decode.router().await);
 
     let token_ids: Vec<u32> = (100..170).collect();

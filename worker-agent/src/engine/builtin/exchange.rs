@@ -45,6 +45,15 @@ pub struct KvLayout {
     pub shape: KvShape,
 }
 
+/// Stable, and equal for equal layouts only.
+impl std::fmt::Display for KvLayout {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let KvShape { layers, kv_heads, head_dim, block_size } = self.shape;
+        let (format, model) = (self.format, self.model);
+        write!(f, "f16-v{format}/{model:016x}/{layers}x{kv_heads}x{head_dim}/{block_size}")
+    }
+}
+
 /// 64 bits as 16 hex digits: JSON numbers hold 53.
 mod hex {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
