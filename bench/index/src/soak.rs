@@ -22,7 +22,7 @@ const LINES: u32 = 30;
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Sample {
     /// Of the process, in bytes.
-    rss: usize,
+    rss: u64,
     /// As the index counts it, in bytes.
     bytes: usize,
     /// Blocks owned.
@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn thirds_are_compared_and_too_few_samples_are_not() {
-        let sample = |mib: usize| Sample { rss: mib << 20, bytes: (mib / 2) << 20, blocks: 7 };
+        let sample = |mib: usize| Sample { rss: (mib as u64) << 20, bytes: (mib / 2) << 20, blocks: 7 };
         let samples: Vec<Sample> = [100, 100, 900, 900, 110, 110].map(sample).into();
         let result = compare(&samples);
         assert_eq!((&result["rss_growth_pct"], &result["bytes_growth_pct"]), (&json!(10.0), &json!(10.0)));
