@@ -22,7 +22,7 @@ fn fields() -> Value {
         "trackActiveBlocks": true, "trackOutputBlocks": false, "assumeKvReuse": true, "trackPrefillTokens": true,
         "activeDecodeBlocksThreshold": 0.9, "activePrefillTokensThreshold": 8192, "activePrefillTokensThresholdFrac": 2,
         "queueThreshold": 1.5, "queuePolicy": "lcfs", "queueLimit": 10, "queueTimeoutSeconds": 5, "decisions": 100,
-        "migrationLimit": 2,
+        "migrationLimit": 2, "prefillMode": "least-loaded",
         "conditionalDisagg": {"effIslThreshold": 100, "effIslRatioThreshold": 0.5, "prefillBusyThreshold": 9},
     })
 }

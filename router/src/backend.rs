@@ -126,6 +126,24 @@ pub enum DispatchError {
     },
 }
 
+/// Where a request would go, and why.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Explained {
+    /// All of it; what is left after its prompt, where that goes elsewhere.
+    pub answer: Explanation,
+    /// What becomes of its prompt, where prefill workers serve the model.
+    pub prefill: Option<PrefillChoice>,
+}
+
+/// What becomes of a prompt that prefill workers are there for.
+#[derive(Clone, Debug, PartialEq)]
+pub enum PrefillChoice {
+    /// One of them computes it.
+    Remote(Box<Explanation>),
+    /// The worker that answers computes it; why.
+    Local(&'static str),
+}
+
 /// Something that a person should look at.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Warning {
@@ -166,7 +184,7 @@ pub trait Backend: Send + Sync + 'static {
     }
 
     /// Where a request would go now, and why. Changes nothing.
-    fn explain(&self, request: &Generate, _options: &RouteOptions) -> Result<Explanation, DispatchError> {
+    fn explain(&self, request: &Generate, _options: &RouteOptions) -> Result<Explained, DispatchError> {
         Err(DispatchError::NoWorker { model: request.model.clone() })
     }
 

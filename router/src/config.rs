@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use routing::ConditionalDisagg;
+use routing::{ConditionalDisagg, Mode};
 
 use crate::discovery::Source;
 use crate::http::FrontendConfig;
@@ -116,6 +116,8 @@ pub struct Settings {
     pub migration_limit: u32,
     /// Which requests stay whole although they could run on a prefill and a decode worker; `None`: none of them.
     pub conditional_disagg: Option<ConditionalDisagg>,
+    /// How prefill workers are picked; `None`: as all are.
+    pub prefill_mode: Option<Mode>,
     /// How long things may take.
     pub deadlines: Deadlines,
 }
@@ -131,6 +133,7 @@ impl Settings {
             dynamo_namespace: None,
             migration_limit: MIGRATION_LIMIT,
             conditional_disagg: None,
+            prefill_mode: None,
             deadlines: Deadlines::default(),
         }
     }
@@ -171,6 +174,7 @@ impl Config {
             dynamo_namespace: self.dyn_namespace.clone(),
             migration_limit: self.migration_limit,
             conditional_disagg: self.disaggregation.validate()?,
+            prefill_mode: self.disaggregation.prefill_mode()?,
             deadlines: Deadlines {
                 connect: self.connect_timeout_secs,
                 first_token: self.first_token_timeout_secs,
@@ -277,7 +281,7 @@ mod tests {
         assert_eq!(wrong(&["--workers=a:1,http://a:1/v1"]), "--workers names http://a:1 twice");
         assert_eq!(wrong(&["--model-path=d"]), "--model-path needs --workers URL,…");
         assert_eq!(wrong(&["--workers=a:1", "--model-name=m"]), "--model-name needs --model-path DIR");
-        assert!(wrong(&["--workers=https://a:1"]).contains("https is not supported"));
+        assert!(wrong(&["--workers=http://a:1", "--worker-ca-file=f"]).contains("needs an https:// URL"));
     }
 
     #[test]

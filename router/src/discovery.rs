@@ -17,7 +17,7 @@ use protocol::metadata::{ModelCard, REQUEST_CODEC, WorkerMetadata, entry_key};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use crate::proxy::ModelFilesError;
+use crate::proxy::ProxyError;
 use crate::proxy::config::ProxySettings;
 
 /// Every worker that is visible now, in order of identity.
@@ -93,9 +93,9 @@ pub enum DiscoveryError {
     /// That configuration makes no client.
     #[error("discovery over Kubernetes: {0}")]
     Kubernetes(String),
-    /// The files of the listed servers' model.
+    /// The listed servers cannot be reached at all.
     #[error(transparent)]
-    Model(#[from] ModelFilesError),
+    Proxy(#[from] ProxyError),
 }
 
 /// Starts a backend. `None` until its first view; `dynamo_namespace` limits the view to workers that registered under it.

@@ -8,6 +8,7 @@ pub(crate) mod ask;
 mod attempts;
 pub(crate) mod booking;
 pub(crate) mod find;
+mod losses;
 mod migration;
 mod prefill;
 mod queue;
@@ -18,16 +19,18 @@ use std::sync::Arc;
 use kv_hashing::HashSpace;
 use kv_index::{Overlaps, TierBlocks, WorkerRank};
 use protocol::request_plane::Generate;
-use routing::{ConditionalDisagg, CostConfig, Explanation, Record, Refusal, WorkerSet};
+use routing::{ConditionalDisagg, CostConfig, Record, Refusal, WorkerSet};
 
-use crate::backend::{Backend, DispatchError, RouteOptions, Routed, ServedModel, Warning};
+use crate::backend::{Backend, DispatchError, Explained, PrefillChoice, RouteOptions, Routed, ServedModel, Warning};
 use crate::config::Settings;
 use crate::proxy::Proxy;
 use crate::workers::Cluster;
 use ask::Ask;
 use attempts::{Attempts, Job};
 use booking::Placement;
+use losses::Losses;
 use migration::Migration;
+use prefill::Plan;
 pub(crate) use prefill::PrefillPool;
 use reply::Reply;
 
@@ -57,8 +60,8 @@ impl Dispatcher {
         let placement = Placement::new(&settings.selection, cluster.own, cluster.metrics.in_flight.clone());
         let (mode, cost) = (settings.selection.selector.mode, settings.selection.selector.cost);
         let (placement, deadlines) = (Arc::new(placement), settings.deadlines);
-        let Settings { migration_limit, conditional_disagg, .. } = *settings;
-        let attempts = Arc::new(Attempts { cluster, placement, deadlines, mode });
+        let Settings { migration_limit, conditional_disagg, prefill_mode, .. } = *settings;
+        let attempts = Arc::new(Attempts { cluster, placement, deadlines, mode, prefill_mode });
         Self { attempts, cost, migration_limit, conditional_disagg, proxy: None }
     }
 
@@ -94,12 +97,24 @@ impl Dispatcher {
     }
 
     /// Where a request would go now, and why. Changes nothing.
-    pub fn explain(&self, request: &Generate, options: &RouteOptions) -> Result<Explanation, DispatchError> {
-        let view = self.attempts.cluster.view.load_full();
+    pub fn explain(&self, request: &Generate, options: &RouteOptions) -> Result<Explained, DispatchError> {
+        let attempts = &self.attempts;
+        let view = attempts.cluster.view.load_full();
         let model = view.models.get(&request.model);
         let size = model.ok_or_else(|| DispatchError::NoWorker { model: request.model.clone() })?.block_size;
-        let ask = Ask::new(request, options, size, &self.cost)?;
-        Ok(self.attempts.placement.explain(&view.set, &ask.request(), &self.attempts.held(&ask.blocks)))
+        let mut ask = Ask::new(request, options, size, &self.cost)?;
+        let explain = |ask: &Ask| attempts.placement.explain(&view.set, &ask.request(), &attempts.held(ask));
+        let prefill = match attempts.plan(&ask, &view, self.conditional_disagg.as_ref())? {
+            Plan::Whole(reason) => reason.map(PrefillChoice::Local),
+            Plan::Split(partners) => {
+                ask.split(attempts.prefill_mode, partners);
+                let prompt = explain(&ask);
+                let chosen = prompt.outcome.as_ref().ok().and_then(|decision| view.set.get(decision.rank));
+                ask.join(chosen.map(|worker| &worker.kv));
+                Some(PrefillChoice::Remote(Box::new(prompt)))
+            }
+        };
+        Ok(Explained { answer: explain(&ask), prefill })
     }
 
     /// The decisions about a request (of this id on the request plane) that are still known: one for each attempt.
@@ -114,10 +129,16 @@ impl Dispatcher {
         let admitted = admitted.ok_or_else(|| DispatchError::NoWorker { model: request.model.clone() })?;
         let tokenizer = options.model.clone().unwrap_or_else(|| admitted.served.model.clone());
         let ask = Ask::new(&request, &options, admitted.block_size, &self.cost)?;
-        let mut job = Job { ask, request, tokenizer };
-        let split = attempts.splits(&job, &view, self.conditional_disagg.as_ref())?;
+        let plan = attempts.plan(&ask, &view, self.conditional_disagg.as_ref())?;
         drop(view);
-        let leg = if split { attempts.run_halves(&mut job).await? } else { attempts.run(&mut job).await? };
+        let mut job = Job { ask, request, tokenizer, losses: Losses::new(self.migration_limit) };
+        let leg = match plan {
+            Plan::Split(partners) => attempts.run_halves(&mut job, partners).await?,
+            Plan::Whole(reason) => {
+                reason.inspect(|reason| attempts.count(reason));
+                attempts.run(&mut job).await?
+            }
+        };
         let (spec, overlap_blocks) = (leg.life.spec(), leg.overlap_blocks);
         let migration = Migration::new(attempts.clone(), job, self.migration_limit);
         Ok(Routed {
@@ -158,7 +179,8 @@ impl Backend for Dispatcher {
             return Vec::new();
         }
         let view = self.attempts.cluster.view.load();
-        let troubles = view.set.iter().filter_map(|worker| {
+        let once = view.set.iter().filter(|worker| worker.rank.dp_rank == 0);
+        let troubles = once.filter_map(|worker| {
             let trouble = view.workers.get(&worker.rank.worker)?.trouble()?;
             Some(Warning { worker: Some(worker.name.to_string()), reason: trouble.as_str() })
         });
@@ -171,7 +193,7 @@ impl Backend for Dispatcher {
         Dispatcher::workers(self)
     }
 
-    fn explain(&self, request: &Generate, options: &RouteOptions) -> Result<Explanation, DispatchError> {
+    fn explain(&self, request: &Generate, options: &RouteOptions) -> Result<Explained, DispatchError> {
         Dispatcher::explain(self, request, options)
     }
 
@@ -194,6 +216,6 @@ pub(crate) fn refused(refusal: Refusal, model: &str) -> Option<DispatchError> {
         Refusal::UnknownTarget(target) => Some(DispatchError::UnknownWorker(target.worker.0)),
         Refusal::NeedsTarget => Some(DispatchError::Invalid(refusal.to_string())),
         Refusal::Busy => Some(DispatchError::Busy { model: model.to_owned() }),
-        Refusal::NoWorker | Refusal::Unmatched | Refusal::AllOut | Refusal::Saturated => None,
+        Refusal::NoWorker | Refusal::Unmatched | Refusal::NoPartner | Refusal::AllOut | Refusal::Saturated => None,
     }
 }

@@ -57,8 +57,12 @@ pub struct CoreMetrics {
     pub events_held: Gauge,
     /// Distinct prefixes in the index.
     pub index_blocks: Gauge,
-    /// Memory of the index, in bytes.
+    /// Memory of the index, in bytes; that of guesses apart.
     pub index_bytes: Gauge,
+    /// Distinct prefixes that workers are guessed to hold.
+    pub index_guessed_blocks: Gauge,
+    /// Memory of those guesses, in bytes.
+    pub index_guessed_bytes: Gauge,
     /// Blocks that the index forgot for want of memory.
     pub index_evicted_blocks: Gauge,
     /// Jobs that wait for an event thread, as the last one to be sent saw it.
@@ -114,6 +118,8 @@ impl CoreMetrics {
             events_held: Gauge::default(),
             index_blocks: Gauge::default(),
             index_bytes: Gauge::default(),
+            index_guessed_blocks: Gauge::default(),
+            index_guessed_bytes: Gauge::default(),
             index_evicted_blocks: Gauge::default(),
             index_queue: Gauge::default(),
             index_checked: Family::default(),
@@ -140,7 +146,7 @@ impl CoreMetrics {
         );
         registry.register(
             "migrations_refused",
-            "Streams that ended with their worker: over the limit, or no other worker took them",
+            "Streams that ended with their worker: over a limit, or no other worker took them",
             core.migrations_refused.clone(),
         );
         registry.register(
@@ -169,7 +175,17 @@ impl CoreMetrics {
         );
         registry.register("kv_events_held", "Live KV events held back by recoveries", core.events_held.clone());
         registry.register("index_blocks", "Distinct prefixes in the KV index", core.index_blocks.clone());
-        registry.register("index_bytes", "Memory of the KV index, in bytes", core.index_bytes.clone());
+        registry.register(
+            "index_bytes",
+            "Memory of the KV index, in bytes, without that of guesses",
+            core.index_bytes.clone(),
+        );
+        registry.register(
+            "index_guessed_blocks",
+            "Distinct prefixes that workers are taken to hold without KV events: approximate mode and --router-predicted-ttl-secs",
+            core.index_guessed_blocks.clone(),
+        );
+        registry.register("index_guessed_bytes", "Memory of those guesses, in bytes", core.index_guessed_bytes.clone());
         registry.register(
             "index_evicted_blocks",
             "Blocks that the KV index forgot for want of memory",

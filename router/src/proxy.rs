@@ -17,6 +17,7 @@ mod line;
 mod model_files;
 mod predict;
 mod server;
+mod socket;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -29,6 +30,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::backend::{DispatchError, RouteOptions};
 use crate::config::{Deadlines, Settings};
+use crate::discovery::static_servers::StaticServer;
 use crate::dispatch::ask::Ask;
 use crate::dispatch::booking::Placement;
 use crate::model::Model;
@@ -42,6 +44,19 @@ use health::Checks;
 pub(crate) use key::Key;
 pub use model_files::ModelFilesError;
 use server::Server;
+use socket::Trust;
+pub use socket::TrustError;
+
+/// Why there is no way to the servers.
+#[derive(Debug, thiserror::Error)]
+pub enum ProxyError {
+    /// The model's files cannot be used.
+    #[error(transparent)]
+    Model(#[from] ModelFilesError),
+    /// No server can be trusted.
+    #[error(transparent)]
+    Trust(#[from] TrustError),
+}
 
 /// The servers, and the way to them.
 pub struct Proxy {
@@ -70,17 +85,17 @@ impl Proxy {
         router: &Settings,
         settings: Arc<ProxySettings>,
         stop: &CancellationToken,
-    ) -> Result<Arc<Self>, ModelFilesError> {
+    ) -> Result<Arc<Self>, ProxyError> {
         let (deadlines, selector) = (router.deadlines, router.selection.selector);
         let changed = Arc::<Notify>::default();
-        let servers: BTreeMap<WorkerId, Arc<Server>> = settings
-            .servers
-            .iter()
-            .map(|listed| {
-                let server = Server::new(listed.url.clone(), listed.events.clone(), deadlines.connect, changed.clone());
-                (server.id, Arc::new(server))
-            })
-            .collect();
+        let any_tls = settings.servers.iter().any(|listed| listed.url.is_tls());
+        let trust = any_tls.then(|| Trust::load(settings.ca_file.as_deref())).transpose()?;
+        let server = |listed: &StaticServer| {
+            let trust = trust.clone().filter(|_| listed.url.is_tls());
+            let server = Server::new(listed, trust, deadlines.connect, changed.clone());
+            (server.id, Arc::new(server))
+        };
+        let servers: BTreeMap<WorkerId, Arc<Server>> = settings.servers.iter().map(server).collect();
         let checks = Checks {
             interval: settings.check_interval,
             timeout: settings.check_timeout,

@@ -239,7 +239,7 @@ impl Workers {
                 .collect();
             lives.sort_by_key(|life| life.order());
             // Nothing sends requests to prefill workers by themselves: a model that has no others cannot be served.
-            if lives.iter().all(|life| life.routing_worker().role == Role::Prefill) {
+            if lives.iter().all(|life| life.role() == Role::Prefill) {
                 continue;
             }
             // The oldest life decides the block size, so that a newcomer cannot void the events of all the others.
@@ -253,7 +253,7 @@ impl Workers {
                     life.resume_events(&self.cluster.index, &self.placement, &self.cluster.metrics);
                 }
                 troubles.extend(life.trouble().filter(|_| self.cluster.kv_events));
-                routable.push(life.routing_worker());
+                routable.extend(life.routing_workers());
             }
             let created_s = self.created.get(&name).copied().unwrap_or_else(now_s);
             let mut card = newest.spec().card.clone();
@@ -265,7 +265,8 @@ impl Workers {
             models.insert(name, ModelView { served, block_size, prefill });
         }
         let set: WorkerSet = routable.into_iter().collect();
-        let open = set.iter().filter(|worker| !worker.draining && !worker.unreachable).count();
+        let open = |worker: &&routing::Worker| worker.rank.dp_rank == 0 && !worker.draining && !worker.unreachable;
+        let open = set.iter().filter(open).count();
         let metrics = &self.cluster.metrics;
         metrics.workers_known.set(self.lives.len() as i64);
         metrics.workers_routable.set(open as i64);
@@ -319,8 +320,7 @@ impl Workers {
 
 /// What there is of prefill workers among those of a model. Those that leave take nothing new, and are as good as gone.
 fn prefill_pool(lives: &[&Arc<Life>]) -> PrefillPool {
-    let (own, others): (Vec<&Arc<Life>>, Vec<&Arc<Life>>) =
-        lives.iter().partition(|life| life.routing_worker().role == Role::Prefill);
+    let (own, others): (Vec<&Arc<Life>>, Vec<&Arc<Life>>) = lives.iter().partition(|life| life.role() == Role::Prefill);
     if !others.iter().any(|life| life.is_routable()) {
         return PrefillPool::None;
     }

@@ -10,6 +10,8 @@ mod harness;
 mod load;
 #[path = "core/migration.rs"]
 mod migration;
+#[path = "core/pairing.rs"]
+mod pairing;
 #[path = "core/prefill.rs"]
 mod prefill;
 #[path = "core/recovery.rs"]

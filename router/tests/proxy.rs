@@ -17,3 +17,5 @@ mod placement;
 mod requests;
 #[path = "proxy/server.rs"]
 mod server;
+#[path = "proxy/tls.rs"]
+mod tls;

@@ -17,6 +17,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
+use crate::accelerators;
 use crate::admin::{self, Admin};
 use crate::config::{Config, ConfigError, Settings};
 use crate::drain::Drain;
@@ -179,10 +180,11 @@ impl Agent {
         let admin_address = listeners.admin.local_addr()?;
         let exchange = engine.exchange();
         let kv_layout = engine.kv_layout();
+        let devices = accelerators::inventory();
         let describe = |draining| {
             let (identity, engine, model) = (&identity, engine.info(), &model);
-            Description { settings, identity, engine, model, kv_layout: kv_layout.as_deref(), ports, draining }
-                .metadata()
+            let kv_layout = kv_layout.as_deref();
+            Description { settings, identity, engine, model, kv_layout, ports, draining, devices }.metadata()
         };
         let (metadata, metadata_receiver) = watch::channel(describe(false));
         let draining_metadata = describe(true);
@@ -190,6 +192,7 @@ impl Agent {
 
         let mut metrics = Metrics::new(engine.info());
         engine.register(metrics.registry_mut());
+        accelerators::register(devices, metrics.registry_mut());
         let (drain, metrics) = (Arc::new(Drain::default()), Arc::new(metrics));
         let (engine, transfer) = with_transfers(engine, settings, &identity, listeners.transfer, &metrics)?;
         let indexer = Arc::new(Mutex::new(LocalIndexer::new(0, RingLimits::default())));

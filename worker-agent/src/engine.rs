@@ -145,6 +145,11 @@ pub trait Engine: Send + Sync + 'static {
     /// and holds at most `max_tokens + 1` messages.
     fn submit(&self, request: Generate) -> Result<mpsc::UnboundedReceiver<EngineOutput>, SubmitError>;
 
+    /// Data-parallel ranks, each with a cache and a queue of its own; a request names one of them.
+    fn ranks(&self) -> u32 {
+        1
+    }
+
     /// How busy the engine is now.
     fn load(&self) -> EngineLoad;
 

@@ -95,6 +95,8 @@ pub(crate) struct Description<'a> {
     /// Ports of the request plane and of events, as they are bound.
     pub(crate) ports: (u16, u16),
     pub(crate) draining: bool,
+    /// Accelerators that this process sees.
+    pub(crate) devices: &'a [device::Description],
 }
 
 impl Description<'_> {
@@ -167,6 +169,7 @@ impl Description<'_> {
                 draining: self.draining,
                 block_hash_probe: metadata::block_hash_probe(self.engine.block_size),
                 answers_samples: true,
+                devices: crate::accelerators::cards(self.devices),
             }),
             extra: Default::default(),
         }

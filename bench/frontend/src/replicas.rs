@@ -27,8 +27,12 @@ pub struct Options {
     #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u32).range(8..))]
     requests: u32,
     /// Requests per second
-    #[arg(long, default_value_t = 30.0)]
+    #[arg(long, default_value_t = 30.0, conflicts_with = "load")]
     rate: f64,
+    /// In place of --rate, a share of what the workers can take at most: 0.9 is near saturation. That is measured first, with all
+    /// requests at once
+    #[arg(long, value_name = "SHARE")]
+    load: Option<f64>,
     /// Routers where there are several
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(2..))]
     routers: u32,
@@ -54,6 +58,9 @@ pub struct Options {
 
 /// Longest time that one request may take: far more than any takes that does not hang.
 const REQUEST: Duration = Duration::from_secs(120);
+
+/// Most requests a second.
+const MAX_RATE: f64 = 10_000.0;
 
 /// How the routers are set up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,10 +100,15 @@ struct Outcome {
 
 /// Runs every case, printing each result as it ends.
 pub async fn run(options: &Options) -> anyhow::Result<()> {
-    if !(0.1..=10_000.0).contains(&options.rate) {
-        bail!("--rate must be from 0.1 to 10000");
+    let rate = match options.load {
+        Some(share) if (0.05..=2.0).contains(&share) => share * capacity(options).await?,
+        Some(_) => bail!("--load must be from 0.05 to 2"),
+        None => options.rate,
+    };
+    if !(0.1..=MAX_RATE).contains(&rate) {
+        bail!("--rate must be from 0.1 to {MAX_RATE}");
     }
-    let records = Arc::new(arrivals::records(options.requests as usize, options.rate, options.seed));
+    let records = Arc::new(arrivals::records(options.requests as usize, rate, options.seed));
     let mut summaries = Vec::new();
     for round in 0..options.rounds {
         let mut reference = None;
@@ -105,7 +117,8 @@ pub async fn run(options: &Options) -> anyhow::Result<()> {
             let reference = reference.get_or_insert_with(|| outcome::choices(&outcomes));
             let summary = Summary::of(&outcomes, reference, options.workers as usize, cpu);
             let routers = case.routers(options.routers as usize);
-            let mut line = json!({"case": case.name(), "routers": routers, "round": round, "mode": options.mode});
+            let mut line = json!({"case": case.name(), "routers": routers, "round": round, "mode": options.mode,
+                "rate": (rate * 10.0).round() / 10.0, "load": options.load});
             summary.add_to(&mut line);
             println!("{line}");
             summaries.push(line);
@@ -113,6 +126,22 @@ pub async fn run(options: &Options) -> anyhow::Result<()> {
     }
     outcome::table(&summaries);
     Ok(())
+}
+
+/// Requests that the workers answer in a second when all come at once, through one router.
+async fn capacity(options: &Options) -> anyhow::Result<f64> {
+    let records = Arc::new(arrivals::records(options.requests as usize, MAX_RATE, options.seed));
+    let (outcomes, _) = one(Case::One, options, &records).await.context("measuring what the workers can take")?;
+    let answered = outcomes.iter().filter_map(|outcome| outcome.ended.as_ref().ok());
+    let begun = outcomes.iter().map(|outcome| outcome.sent).min();
+    let (count, last) = answered.fold((0_u32, begun), |(count, last), answer| (count + 1, last.max(Some(answer.last))));
+    let took = begun.zip(last).map_or(0.0, |(begun, last)| (last - begun).as_secs_f64());
+    if took <= 0.0 {
+        bail!("no request was answered");
+    }
+    let rate = f64::from(count) / took;
+    println!("{}", json!({"case": "capacity", "req_s": (rate * 10.0).round() / 10.0, "answered": count}));
+    Ok(rate)
 }
 
 /// One case, with workers that have nothing cached. Outcomes are in the order of the requests; with the routers' CPU time.

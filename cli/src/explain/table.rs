@@ -17,7 +17,18 @@ pub fn all(answer: &Value) -> String {
                 text.push_str(&one(attempt));
             }
         }
-        None => text.push_str(&one(answer)),
+        None => {
+            let prefill = &answer["prefill"];
+            if prefill["workers"].is_array() {
+                text.push_str("computing the prompt\n");
+                text.push_str(&one(prefill));
+                text.push_str("generating the answer\n");
+            }
+            text.push_str(&one(answer));
+            if let Some(reason) = prefill["local"].as_str() {
+                let _ = writeln!(text, "no prefill worker computes the prompt: {reason}");
+            }
+        }
     }
     text
 }
@@ -120,6 +131,23 @@ chat-z7        -       -     -     -        -       -     -    excluded: drainin
 mode kv: lowest cost, among 2
 ";
         assert_eq!(all(&explanation), expected);
+    }
+
+    #[test]
+    fn who_computes_the_prompt_is_shown_first_or_why_nobody_else_does() {
+        let mut explanation = json!({"mode": "kv", "prompt_tokens": 812, "block_size": 16,
+            "outcome": {"worker": "decode-0", "eligible": 1, "pick": {"how": "lowest cost", "ties": 1}},
+            "workers": [worker("decode-0", 0, 0.0, 4.0, "chosen")]});
+        let mut prefill = explanation.clone();
+        prefill["workers"] = json!([worker("prefill-0", 0, 50.75, 4.0, "chosen")]);
+        explanation["prefill"] = prefill;
+        let text = all(&explanation);
+        let order =
+            ["computing the prompt", "prefill-0", "generating the answer", "decode-0"].map(|part| text.find(part));
+        assert!(order.iter().all(Option::is_some) && order.is_sorted(), "{text}");
+        explanation["prefill"] = json!({"local": "kv differs"});
+        let text = all(&explanation);
+        assert!(text.ends_with("no prefill worker computes the prompt: kv differs\n"), "{text}");
     }
 
     #[test]

@@ -131,9 +131,14 @@ impl Predictor {
         self.tree.remove_rank(rank)
     }
 
-    /// What the tree has; the queues take about 30 bytes a block more.
+    /// What the tree has; [`Self::bytes`] counts what is beside it, too.
     pub fn stats(&self) -> Stats {
         self.tree.stats()
+    }
+
+    /// Memory of all of it: the tree, and what says when each block ends. Cost: a look at each rank.
+    pub fn bytes(&self) -> usize {
+        self.tree.bytes() + self.lanes.values().map(Lane::bytes).sum::<usize>()
     }
 
     fn lane(&mut self, rank: WorkerRank) -> &mut Lane {
@@ -162,6 +167,14 @@ impl Predictor {
 }
 
 impl Lane {
+    /// A table of hashes and numbers, of which an eighth is always free, with a byte for each place; and the queue.
+    fn bytes(&self) -> usize {
+        let places = self.newest.capacity() / 7 * 8;
+        places * (size_of::<(SequenceHash, u64)>() + 1)
+            + self.queue.capacity() * size_of::<Prediction>()
+            + self.queued * size_of::<SequenceHash>()
+    }
+
     /// Keeps of each prediction what no later one names.
     fn sort_out(&mut self) {
         let Self { queue, newest, .. } = self;

@@ -42,15 +42,13 @@ impl Whole {
 
 /// What is known of a request that could run in two parts; all in tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Halves {
+pub struct Splittable {
     /// Its prompt.
     pub prompt: usize,
     /// What of it the decode worker that it would go to has cached.
     pub cached: usize,
-    /// Prompt tokens not computed yet on the prefill worker that it would go to,
-    pub waiting_prefill: u32,
-    /// and on the decode worker.
-    pub waiting_decode: u32,
+    /// Prompt tokens not computed yet on that worker.
+    pub waiting: u32,
 }
 
 impl ConditionalDisagg {
@@ -59,16 +57,18 @@ impl ConditionalDisagg {
         setting::share("eff_isl_ratio_threshold", self.eff_isl_ratio_threshold)
     }
 
-    /// Why a request stays whole; `None`: it is split.
-    pub fn whole(&self, halves: Halves) -> Option<Whole> {
-        let uncached = halves.prompt.saturating_sub(halves.cached);
+    /// Why a request stays whole; `None`: it is split. `prefill_waiting`: the prompt tokens not computed yet on the prefill worker that
+    /// it would go to, `None` where it could go to none; asked for only if it matters, since to know it takes a decision.
+    pub fn whole(&self, request: Splittable, prefill_waiting: impl FnOnce() -> Option<u32>) -> Option<Whole> {
+        let uncached = request.prompt.saturating_sub(request.cached);
         let few = uncached < self.eff_isl_threshold as usize
-            && (uncached as f64) < self.eff_isl_ratio_threshold * halves.prompt as f64;
+            && (uncached as f64) < self.eff_isl_ratio_threshold * request.prompt as f64;
         if few {
             return Some(Whole::FewUncached);
         }
-        let busy = self.prefill_busy_threshold.is_some_and(|most| halves.waiting_prefill > most);
-        (busy && halves.waiting_decode < halves.waiting_prefill).then_some(Whole::PrefillBusy)
+        let most = self.prefill_busy_threshold?;
+        let waiting = prefill_waiting()?;
+        (waiting > most && request.waiting < waiting).then_some(Whole::PrefillBusy)
     }
 }
 
@@ -79,25 +79,26 @@ mod tests {
     #[test]
     fn a_request_stays_whole_only_under_both_thresholds() {
         let policy = ConditionalDisagg::default();
-        let whole = |prompt, cached| policy.whole(Halves { prompt, cached, ..Halves::default() });
+        let unasked = || panic!("nothing depends on it");
+        let whole = |prompt, cached| policy.whole(Splittable { prompt, cached, waiting: 0 }, unasked);
         assert_eq!(whole(1000, 0), None, "short, but nothing of it is cached");
         assert_eq!(whole(1000, 400), Some(Whole::FewUncached));
         assert_eq!(whole(1000, 300), None, "exactly the share");
         assert_eq!(whole(100_000, 97_953), Some(Whole::FewUncached));
         assert_eq!(whole(100_000, 97_952), None, "2048 are not fewer than 2048");
         let all = ConditionalDisagg { eff_isl_ratio_threshold: 1.0, ..policy };
-        assert_eq!(all.whole(Halves { prompt: 10, ..Halves::default() }), None, "the share is all of it");
+        let uncached = Splittable { prompt: 10, ..Splittable::default() };
+        assert_eq!(all.whole(uncached, unasked), None, "the share is all of it");
         assert_eq!(whole(0, 0), None);
     }
 
     #[test]
     fn a_long_queue_for_prefill_is_avoided_where_decode_has_less_to_do() {
         let policy = ConditionalDisagg { prefill_busy_threshold: Some(8192), ..ConditionalDisagg::default() };
-        let whole = |waiting_prefill, waiting_decode| {
-            policy.whole(Halves { prompt: 10_000, cached: 0, waiting_prefill, waiting_decode })
-        };
-        assert_eq!((whole(8192, 0), whole(8193, 0)), (None, Some(Whole::PrefillBusy)));
-        assert_eq!(whole(9000, 9000), None, "it would be no sooner");
+        let whole = |prefill, waiting| policy.whole(Splittable { prompt: 10_000, cached: 0, waiting }, || prefill);
+        assert_eq!((whole(Some(8192), 0), whole(Some(8193), 0)), (None, Some(Whole::PrefillBusy)));
+        assert_eq!(whole(Some(9000), 9000), None, "it would be no sooner");
+        assert_eq!(whole(None, 0), None, "that is what it is to fail of");
     }
 
     #[test]

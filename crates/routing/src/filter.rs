@@ -9,8 +9,9 @@ use kv_index::{WorkerId, WorkerRank};
 
 use crate::cost::CostConfig;
 use crate::load::{Prompt, RankView};
+use crate::select::Mode;
 use crate::setting::{self, SettingError};
-use crate::worker::{Roles, Worker};
+use crate::worker::{KvFormat, Roles, Worker};
 
 /// A worker, or one rank of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -53,6 +54,8 @@ pub struct Request<'a> {
     pub lora: Option<&'a str>,
     /// Only workers of these roles.
     pub roles: Roles,
+    /// Only workers whose KV fits one of these kinds: of its two parts the other runs elsewhere.
+    pub partners: Option<&'a [KvFormat]>,
     /// Only workers of this revision.
     pub revision: Option<&'a str>,
     /// Only workers with these labels, as (name, value).
@@ -65,6 +68,8 @@ pub struct Request<'a> {
     pub begun: bool,
     /// Weights of its own ([`crate::CostOverrides::apply`]).
     pub cost: Option<CostConfig>,
+    /// Picked in another way than the selector is set to.
+    pub mode: Option<Mode>,
 }
 
 impl<'a> Request<'a> {
@@ -75,12 +80,14 @@ impl<'a> Request<'a> {
             prompt,
             lora: None,
             roles: Roles::WHOLE,
+            partners: None,
             revision: None,
             labels: &[],
             pinned: None,
             excluded: &[],
             begun: false,
             cost: None,
+            mode: None,
         }
     }
 
@@ -89,6 +96,7 @@ impl<'a> Request<'a> {
         self.lora.is_some()
             || self.revision.is_some()
             || self.pinned.is_some()
+            || self.partners.is_some()
             || !(self.labels.is_empty() && self.excluded.is_empty())
     }
 }
@@ -102,6 +110,8 @@ pub enum Exclusion {
     AdapterNotServed,
     /// It runs another part of requests.
     OtherRole,
+    /// Its KV fits that of nobody who runs the other part.
+    KvDiffers,
     /// The request is pinned to another worker or rank.
     NotPinned,
     /// It is of another revision.
@@ -127,6 +137,7 @@ impl Exclusion {
             Self::OtherModel => "other model",
             Self::AdapterNotServed => "adapter not served",
             Self::OtherRole => "other role",
+            Self::KvDiffers => "KV of another kind",
             Self::NotPinned => "not pinned",
             Self::OtherRevision => "other revision",
             Self::MissingLabel => "missing label",
@@ -198,6 +209,9 @@ pub(crate) fn exclusion(worker: &Worker, serves: bool, request: &Request<'_>) ->
     if !request.roles.contains(worker.role) {
         return Some(Exclusion::OtherRole);
     }
+    if request.partners.is_some_and(|partners| !partners.iter().any(|kv| kv.fits(&worker.kv))) {
+        return Some(Exclusion::KvDiffers);
+    }
     if request.pinned.is_some_and(|pin| !pin.includes(worker.rank)) {
         return Some(Exclusion::NotPinned);
     }
@@ -225,6 +239,7 @@ pub(crate) struct LeftOut {
     unavailable: bool,
     /// Of another revision, or without a label.
     unmatched: bool,
+    kv_differs: bool,
     not_pinned: bool,
 }
 
@@ -234,6 +249,7 @@ impl LeftOut {
             Exclusion::BusyDecode | Exclusion::BusyPrefill => self.busy = true,
             Exclusion::Draining | Exclusion::Unreachable | Exclusion::Excluded => self.unavailable = true,
             Exclusion::OtherRevision | Exclusion::MissingLabel => self.unmatched = true,
+            Exclusion::KvDiffers => self.kv_differs = true,
             Exclusion::NotPinned => self.not_pinned = true,
             Exclusion::OtherModel | Exclusion::AdapterNotServed | Exclusion::OtherRole => {}
         }
@@ -245,6 +261,7 @@ impl LeftOut {
             _ if self.busy => Refusal::Busy,
             _ if self.unavailable => Refusal::AllOut,
             _ if self.unmatched => Refusal::Unmatched,
+            _ if self.kv_differs => Refusal::NoPartner,
             Some(pin) if self.not_pinned => Refusal::UnknownTarget(pin),
             _ => Refusal::NoWorker,
         }
@@ -260,6 +277,9 @@ pub enum Refusal {
     /// Workers serve the model, but none is of the revision or has the labels asked for.
     #[error("no worker that serves the model has the revision and labels asked for")]
     Unmatched,
+    /// Workers serve the model, but the KV of none fits that of the worker which runs the other part of the request.
+    #[error("no worker that serves the model can exchange KV with the one of the other half")]
+    NoPartner,
     /// The pinned worker does not serve the model.
     #[error("worker {0} does not serve the model")]
     UnknownTarget(Target),

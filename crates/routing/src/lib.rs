@@ -16,7 +16,7 @@ pub mod setting;
 pub mod worker;
 
 pub use cost::{CostConfig, CostOverrides, Credits, Terms};
-pub use disaggregation::{ConditionalDisagg, Halves, Whole};
+pub use disaggregation::{ConditionalDisagg, Splittable, Whole};
 pub use filter::{BusyThresholds, Exclusion, Refusal, Request, Target};
 pub use load::{
     ActiveLoad, Applied, BookingId, BookingState, LoadConfig, NewBooking, Prompt, RankView, ReplicaChange,
@@ -26,4 +26,4 @@ pub use queue::{Full, QueuePolicy, Ticket, WaitQueue, Waiting};
 pub use record::{DecisionLog, Record};
 pub use select::{Candidate, Decision, Explanation, Mode, Pick, Selector, SelectorConfig};
 pub use setting::SettingError;
-pub use worker::{Role, Roles, Worker, WorkerSet};
+pub use worker::{KvFormat, Role, Roles, Worker, WorkerSet};

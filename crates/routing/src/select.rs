@@ -229,21 +229,35 @@ impl Selector {
         load: &ActiveLoad,
         rng: &mut impl Rng,
     ) -> Result<Decision, Refusal> {
-        let mut work = std::mem::take(&mut self.work);
-        let outcome = self.evaluate(&mut work, workers, request, overlaps, load, rng);
-        self.work = work;
+        let outcome = self.peek(workers, request, overlaps, load, rng);
         if let Ok(Decision { rank, pick: Pick::Turn, .. }) = outcome {
             self.take_turn(request, rank);
         }
         outcome
     }
 
-    /// How each worker came out in the last decision, in order of rank.
+    /// Where `request` would go: what [`Self::decide`] would do now with the same randomness. Changes nothing that a decision
+    /// depends on. Cost: that of a decision.
+    pub fn peek(
+        &mut self,
+        workers: &WorkerSet,
+        request: &Request<'_>,
+        overlaps: &Overlaps,
+        load: &ActiveLoad,
+        rng: &mut impl Rng,
+    ) -> Result<Decision, Refusal> {
+        let mut work = std::mem::take(&mut self.work);
+        let outcome = self.evaluate(&mut work, workers, request, overlaps, load, rng);
+        self.work = work;
+        outcome
+    }
+
+    /// How each worker came out in the last decision or peek, in order of rank.
     pub fn candidates(&self) -> &[Candidate] {
         &self.work.candidates
     }
 
-    /// How every worker comes out for `request`: what [`Self::decide`] would do now with the same randomness. Changes nothing.
+    /// How every worker comes out for `request`, and what [`Self::decide`] would do now with the same randomness. Changes nothing.
     pub fn explain(
         &self,
         workers: &WorkerSet,
@@ -267,7 +281,7 @@ impl Selector {
         outcome: Result<Decision, Refusal>,
     ) -> Explanation {
         Explanation {
-            mode: self.config.mode,
+            mode: self.mode(request),
             cost: request.cost.unwrap_or(self.config.cost),
             prompt_tokens: request.prompt.tokens,
             block_size: request.prompt.block_size,
@@ -286,10 +300,10 @@ impl Selector {
         load: &ActiveLoad,
         rng: &mut impl Rng,
     ) -> Result<Decision, Refusal> {
-        let cost = request.cost.unwrap_or(self.config.cost);
+        let (mode, cost) = (self.mode(request), request.cost.unwrap_or(self.config.cost));
         let formula = Formula::new(&cost, request.prompt.tokens, request.prompt.block_size);
         let saturated = self.survey(work, &formula, workers, request, overlaps, load)?;
-        if self.config.mode == Mode::Direct && request.pinned.is_none() {
+        if mode == Mode::Direct && request.pinned.is_none() {
             return Err(Refusal::NeedsTarget);
         }
         if saturated && !request.begun {
@@ -297,7 +311,7 @@ impl Selector {
         }
         let Workspace { candidates, eligible, values, .. } = work;
         let mut among = pick::Among { candidates, eligible, values };
-        let (at, pick) = match self.config.mode {
+        let (at, pick) = match mode {
             Mode::Kv if cost.temperature > 0.0 => among.softmax(cost.temperature, rng),
             Mode::Kv => among.lowest(rng),
             Mode::RoundRobin => among.next_after(self.last_turn(request)),
@@ -328,7 +342,7 @@ impl Selector {
         candidates.reserve(workers.len());
         eligible.clear();
         let watches = self.config.busy.any();
-        let counts = matches!(self.config.mode, Mode::PowerOfTwo | Mode::LeastLoaded);
+        let counts = matches!(self.mode(request), Mode::PowerOfTwo | Mode::LeastLoaded);
         let listens = watches || counts;
         let mut loads = active.survey(request.prompt, depths);
         let mut held = overlaps.iter().peekable();
@@ -375,6 +389,11 @@ impl Selector {
     fn is_saturated(&self, worker: &Worker, load: RankView) -> bool {
         let limits = self.config.queue_threshold.zip(worker.max_batched_tokens);
         limits.is_some_and(|(share, batch)| f64::from(load.prefill_tokens) > share * f64::from(batch))
+    }
+
+    /// How a request's worker is picked.
+    pub fn mode(&self, request: &Request<'_>) -> Mode {
+        request.mode.unwrap_or(self.config.mode)
     }
 
     fn last_turn(&self, request: &Request<'_>) -> Option<WorkerRank> {

@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use kv_index::{WorkerId, WorkerRank};
 
+use crate::filter::{Request, exclusion};
+
 /// Which part of a request a worker runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Role {
@@ -59,6 +61,23 @@ impl Roles {
     }
 }
 
+/// What kind of KV a worker makes. One fits another unless both say something of theirs that differs.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct KvFormat {
+    /// Which revision of the weights computes it; absent when unknown.
+    pub revision: Option<Arc<str>>,
+    /// How a block of it is laid out; absent when unknown.
+    pub layout: Option<Arc<str>>,
+}
+
+impl KvFormat {
+    /// Whether a worker of this kind can use what one of the other kind computed, and the other way round.
+    pub fn fits(&self, other: &Self) -> bool {
+        let same = |one: &Option<Arc<str>>, other: &Option<Arc<str>>| one.is_none() || other.is_none() || one == other;
+        same(&self.revision, &other.revision) && same(&self.layout, &other.layout)
+    }
+}
+
 /// One rank of one worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Worker {
@@ -72,6 +91,8 @@ pub struct Worker {
     pub role: Role,
     /// Revision of the deployment it belongs to; empty when unknown.
     pub revision: Arc<str>,
+    /// The KV that it makes.
+    pub kv: KvFormat,
     /// Free labels.
     pub labels: BTreeMap<Arc<str>, Arc<str>>,
     /// LoRA adapters it serves.
@@ -95,6 +116,7 @@ impl Worker {
             model: model.into(),
             role: Role::Aggregated,
             revision: "".into(),
+            kv: KvFormat::default(),
             labels: BTreeMap::new(),
             adapters: [].into(),
             total_blocks: None,
@@ -113,6 +135,8 @@ pub struct WorkerSet {
     models: Vec<Arc<str>>,
     /// By worker, its place in `models`: a decision compares numbers, not names.
     model_of: Vec<u32>,
+    /// The KV of some of them does not fit that of others.
+    mixed: bool,
 }
 
 impl WorkerSet {
@@ -139,6 +163,21 @@ impl WorkerSet {
         ranks.into_iter().any(|other| *other.model == *model)
     }
 
+    /// Whether the KV of some of them does not fit that of others.
+    pub fn mixes_kv(&self) -> bool {
+        self.mixed
+    }
+
+    /// The kinds of KV that those make to whom a request could go, its load aside; each once. `None`: every worker of the set can
+    /// exchange KV with every other. Cost: nothing then, else linear in the workers.
+    pub fn kv_formats(&self, request: &Request<'_>) -> Option<Vec<KvFormat>> {
+        if !self.mixed {
+            return None;
+        }
+        let fit = self.serving(request.model).filter(|(worker, serves)| exclusion(worker, *serves, request).is_none());
+        Some(distinct(fit.map(|(worker, _)| &worker.kv)))
+    }
+
     /// How many.
     pub fn len(&self) -> usize {
         self.workers.len()
@@ -159,6 +198,71 @@ impl FromIterator<Worker> for WorkerSet {
         let models: Vec<Arc<str>> = models.into_iter().collect();
         let place = |worker: &Worker| models.partition_point(|model| *model < worker.model) as u32;
         let model_of = workers.iter().map(place).collect();
-        Self { workers, models, model_of }
+        let formats = distinct(workers.iter().map(|worker| &worker.kv));
+        let mixed = formats.iter().any(|one| formats.iter().any(|other| !one.fits(other)));
+        Self { workers, models, model_of, mixed }
+    }
+}
+
+/// Each once. There are as many as revisions and layouts in use: a few.
+fn distinct<'a>(formats: impl Iterator<Item = &'a KvFormat>) -> Vec<KvFormat> {
+    let mut found: Vec<KvFormat> = Vec::new();
+    for format in formats {
+        if !found.contains(format) {
+            found.push(format.clone());
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use kv_hashing::BlockSize;
+
+    use super::*;
+    use crate::filter::Target;
+    use crate::load::Prompt;
+
+    /// `?`: it does not say.
+    fn kv(revision: &str, layout: &str) -> KvFormat {
+        let said = |text: &str| (text != "?").then(|| text.into());
+        KvFormat { revision: said(revision), layout: said(layout) }
+    }
+
+    fn worker(id: u64, role: Role, kv: KvFormat) -> Worker {
+        Worker { role, kv, ..Worker::new(WorkerRank { worker: WorkerId(id), dp_rank: 0 }, "w", "m") }
+    }
+
+    #[test]
+    fn kv_fits_where_nothing_that_both_say_differs() {
+        for (one, other, fits) in [
+            (kv("r1", "l1"), kv("r1", "l1"), true),
+            (kv("r1", "l1"), kv("r2", "l1"), false),
+            (kv("r1", "l1"), kv("r1", "l2"), false),
+            (kv("", "l1"), kv("r2", "l1"), false),
+            (kv("?", "l1"), kv("r2", "l1"), true),
+            (kv("?", "l1"), kv("?", "l2"), false),
+            (kv("?", "?"), kv("r1", "l1"), true),
+        ] {
+            assert_eq!((one.fits(&other), other.fits(&one)), (fits, fits), "{one:?} {other:?}");
+        }
+    }
+
+    #[test]
+    fn kinds_of_kv_are_those_of_the_workers_that_could_take_the_request() {
+        let prompt = Prompt { blocks: [].into(), tokens: 1, block_size: BlockSize::new(4).expect("not zero") };
+        let excluded = [Target::worker(WorkerId(4))];
+        let request = Request { excluded: &excluded, ..Request::new("m", &prompt) };
+        let alike: WorkerSet =
+            [worker(1, Role::Decode, kv("r1", "?")), worker(2, Role::Prefill, kv("?", "l1"))].into_iter().collect();
+        assert_eq!(alike.kv_formats(&request), None, "all fit all");
+        let mixed = [
+            worker(1, Role::Decode, kv("r1", "?")),
+            worker(2, Role::Prefill, kv("r2", "?")),
+            worker(3, Role::Aggregated, kv("r1", "?")),
+            worker(4, Role::Decode, kv("r3", "?")),
+            Worker { draining: true, ..worker(5, Role::Decode, kv("r4", "?")) },
+        ];
+        assert_eq!(mixed.into_iter().collect::<WorkerSet>().kv_formats(&request), Some(vec![kv("r1", "?")]));
     }
 }

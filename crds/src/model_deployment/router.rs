@@ -97,6 +97,9 @@ pub struct Router {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 4294967295u32))]
     pub migration_limit: Option<i64>,
+    /// How a prefill worker is chosen; as `mode` says where missing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prefill_mode: Option<PrefillMode>,
     /// Lets decode workers compute short and well-cached prompts although there are prefill workers; without it prefill workers
     /// compute all of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -159,6 +162,35 @@ impl RouterMode {
             Self::PowerOfTwo => "power-of-two",
             Self::LeastLoaded => "least-loaded",
             Self::Direct => "direct",
+        }
+    }
+}
+
+/// How a prefill worker is chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum PrefillMode {
+    /// By cached prompt blocks and load.
+    Kv,
+    /// In turn.
+    RoundRobin,
+    /// At random.
+    Random,
+    /// Of two taken at random, the one with fewer requests.
+    PowerOfTwo,
+    /// The one with the fewest requests.
+    LeastLoaded,
+}
+
+impl PrefillMode {
+    /// As it is written in objects and flags.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Kv => "kv",
+            Self::RoundRobin => "round-robin",
+            Self::Random => "random",
+            Self::PowerOfTwo => "power-of-two",
+            Self::LeastLoaded => "least-loaded",
         }
     }
 }

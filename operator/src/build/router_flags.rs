@@ -30,6 +30,7 @@ pub fn router_flags(router: &Router) -> Vec<String> {
     flags.value("router-queue-limit", router.queue_limit);
     flags.value("router-queue-timeout-secs", router.queue_timeout_seconds);
     flags.value("migration-limit", router.migration_limit);
+    flags.value("router-prefill-mode", router.prefill_mode.map(|mode| mode.as_str()));
     if let Some(thresholds) = &router.conditional_disagg {
         flags.switch("router-conditional-disagg", Some(true));
         flags.value("router-conditional-disagg-config", Some(conditional_disagg(thresholds)));

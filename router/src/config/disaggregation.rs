@@ -3,14 +3,17 @@
 
 use clap::Args;
 use clap::builder::BoolishValueParser;
-use routing::ConditionalDisagg;
+use routing::{ConditionalDisagg, Mode};
 use serde::Deserialize;
 
-use super::ConfigError;
+use super::{ConfigError, RouterMode};
 
 /// Flags.
 #[derive(Clone, Debug, Default, Args)]
 pub struct DisaggregationOptions {
+    /// How a prefill worker is picked [default: as --router-mode says]
+    #[arg(long, env = "ARMATURE_ROUTER_PREFILL_MODE", value_enum)]
+    pub router_prefill_mode: Option<RouterMode>,
     /// Let the decode worker compute short and well-cached prompts, although there are prefill workers
     #[arg(
         long, env = "DYN_ROUTER_CONDITIONAL_DISAGG", default_value = "false", default_missing_value = "true",
@@ -24,6 +27,16 @@ pub struct DisaggregationOptions {
 }
 
 impl DisaggregationOptions {
+    /// How prefill workers are picked, if otherwise than all.
+    pub(super) fn prefill_mode(&self) -> Result<Option<Mode>, ConfigError> {
+        match self.router_prefill_mode {
+            Some(RouterMode::Direct) => Err(ConfigError::new(
+                "--router-prefill-mode direct is none: a request that names a worker runs there from prompt to end",
+            )),
+            mode => Ok(mode.map(Mode::from)),
+        }
+    }
+
     /// Checks them together. `None`: every request that can be split is.
     pub(super) fn validate(&self) -> Result<Option<ConditionalDisagg>, ConfigError> {
         if self.router_conditional_disagg_config.is_some() && !self.router_conditional_disagg {
@@ -66,6 +79,17 @@ mod tests {
         assert_eq!(given, expected);
         assert!(thresholds(r#"{"policy": "isl_bounding"}"#).unwrap_err().contains("unknown field `policy`"));
         assert!(thresholds(r#"{"eff_isl_ratio_threshold": 2}"#).unwrap_err().contains("must be from 0 to 1"));
+    }
+
+    #[test]
+    fn prefill_workers_are_picked_as_all_are_or_in_a_way_of_their_own() {
+        let mode = |router_prefill_mode| {
+            let options = DisaggregationOptions { router_prefill_mode, ..Default::default() };
+            options.prefill_mode()
+        };
+        assert_eq!(mode(None), Ok(None));
+        assert_eq!(mode(Some(RouterMode::LeastLoaded)), Ok(Some(Mode::LeastLoaded)));
+        assert!(mode(Some(RouterMode::Direct)).unwrap_err().to_string().contains("--router-prefill-mode direct"));
     }
 
     #[test]

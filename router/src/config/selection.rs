@@ -25,6 +25,19 @@ pub enum RouterMode {
     Direct,
 }
 
+impl From<RouterMode> for Mode {
+    fn from(mode: RouterMode) -> Self {
+        match mode {
+            RouterMode::Kv => Self::Kv,
+            RouterMode::RoundRobin => Self::RoundRobin,
+            RouterMode::Random => Self::Random,
+            RouterMode::PowerOfTwo => Self::PowerOfTwo,
+            RouterMode::LeastLoaded => Self::LeastLoaded,
+            RouterMode::Direct => Self::Direct,
+        }
+    }
+}
+
 /// Which request of those that wait goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum RouterQueuePolicy {
@@ -190,14 +203,7 @@ impl SelectionOptions {
         let defaults = Selection::default();
         let (credit, reuse) = if self.load_aware { (0.0, false) } else { (1.0, true) };
         let selector = SelectorConfig {
-            mode: match self.router_mode.unwrap_or(RouterMode::Kv) {
-                RouterMode::Kv => Mode::Kv,
-                RouterMode::RoundRobin => Mode::RoundRobin,
-                RouterMode::Random => Mode::Random,
-                RouterMode::PowerOfTwo => Mode::PowerOfTwo,
-                RouterMode::LeastLoaded => Mode::LeastLoaded,
-                RouterMode::Direct => Mode::Direct,
-            },
+            mode: self.router_mode.unwrap_or(RouterMode::Kv).into(),
             cost: CostConfig {
                 overlap_score_credit: self.router_kv_overlap_score_credit.unwrap_or(credit),
                 host_cache_hit_weight: self.router_host_cache_hit_weight,

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use kv_hashing::{BlockHash, BlockSize, HashSpace, sequence_hashes};
-use kv_index::{Overlaps, WorkerId};
+use kv_index::{Overlaps, WorkerId, WorkerRank};
 use protocol::request_plane::Generate;
-use routing::{CostConfig, Prompt, Request, Roles, Target};
+use routing::{CostConfig, KvFormat, Mode, Prompt, Request, Role, Roles, Target};
 
 use super::queue::Rank;
 use crate::backend::{DispatchError, RouteOptions, RoutingHints};
@@ -21,7 +21,11 @@ pub(crate) struct Ask {
     pub(super) prompt: Prompt,
     pinned: Option<Target>,
     /// Workers of which roles may run it now.
-    pub(super) roles: Roles,
+    roles: Roles,
+    /// Kinds of KV that theirs has to fit.
+    partners: Option<Vec<KvFormat>>,
+    /// How the worker is picked, if not as for whole requests.
+    pub(super) mode: Option<Mode>,
     /// Its answer has begun, elsewhere.
     begun: bool,
     /// The KV of its prompt is fetched, and not computed.
@@ -68,12 +72,25 @@ impl Ask {
             prompt,
             pinned: options.pinned_worker.map(pin),
             roles: Roles::WHOLE,
+            partners: None,
+            mode: None,
             begun: false,
             fetches: false,
             cost: own_cost.map_err(|error| DispatchError::Invalid(error.to_string()))?,
             excluded: hints.excluded.iter().map(|worker| Target::worker(WorkerId(*worker))).collect(),
             hints,
         })
+    }
+
+    /// Its prompt alone is to be placed now: by `mode`, at a prefill worker whose KV fits one of `partners`.
+    pub(super) fn split(&mut self, mode: Option<Mode>, partners: Option<Vec<KvFormat>>) {
+        (self.roles, self.mode, self.partners) = (Roles::only(Role::Prefill), mode, partners);
+    }
+
+    /// What is left of it is to be placed now; the KV of its prompt is fetched from a worker of this kind, or computed.
+    pub(super) fn join(&mut self, fetched_from: Option<&KvFormat>) {
+        (self.roles, self.mode, self.fetches) = (Roles::WHOLE, None, fetched_from.is_some());
+        self.partners = fetched_from.map(|kv| vec![kv.clone()]);
     }
 
     /// Takes over what has been generated of it: a worker has to compute that too. It waits no more: it
@@ -101,6 +118,8 @@ impl Ask {
             labels: &self.hints.labels,
             pinned: self.pinned,
             roles: self.roles,
+            partners: self.partners.as_deref(),
+            mode: self.mode,
             begun: self.begun,
             excluded: &self.excluded,
             cost: self.cost,
@@ -116,6 +135,13 @@ impl Ask {
     /// It is not to go to this worker again.
     pub(crate) fn failed_at(&mut self, worker: WorkerId) {
         self.excluded.push(Target::worker(worker));
+    }
+
+    /// Of the worker that failed it last, only this rank did: others of it may have room.
+    pub(super) fn failed_at_rank(&mut self, rank: WorkerRank) {
+        if let Some(last) = self.excluded.last_mut().filter(|last| last.worker == rank.worker) {
+            last.dp_rank = Some(rank.dp_rank);
+        }
     }
 
     /// What its wait depends on, given what workers hold of its prompt.

@@ -5,7 +5,6 @@
 
 use std::sync::Arc;
 
-use kv_hashing::BlockHash;
 use kv_index::Overlaps;
 use protocol::request_plane::{ClientFrame, ErrorCode, Failed, Generate, client_frame, server_frame};
 use routing::{Decision, Mode};
@@ -14,6 +13,7 @@ use tokio::time::{Instant, timeout_at};
 use super::ask::Ask;
 use super::booking::{Booking, Placement};
 use super::find::Found;
+use super::losses::Losses;
 use super::reply::Expected;
 use super::stage;
 use crate::backend::DispatchError;
@@ -26,12 +26,20 @@ use crate::workers::{Cluster, ClusterView, Life};
 /// Most workers tried in a row for one request.
 const ATTEMPTS: usize = 4;
 
+/// The connection was lost after the request had been sent.
+const LOST: &str = "lost";
+/// The worker has no room, or the rank of it that was chosen.
+const OVERLOADED: &str = "overloaded";
+
 /// Sends requests to workers.
 pub(super) struct Attempts {
     pub(super) cluster: Arc<Cluster>,
     pub(super) placement: Arc<Placement>,
     pub(super) deadlines: Deadlines,
+    /// How workers are picked,
     pub(super) mode: Mode,
+    /// and prefill workers, if otherwise.
+    pub(super) prefill_mode: Option<Mode>,
 }
 
 /// A request, and what is needed to send it to a worker, also a second time.
@@ -40,6 +48,8 @@ pub(super) struct Job {
     pub(super) request: Generate,
     /// What tokenized the prompt.
     pub(super) tokenizer: Arc<Model>,
+    /// Workers that were lost with it.
+    pub(super) losses: Losses,
 }
 
 /// A request on a worker that has begun to answer.
@@ -64,16 +74,21 @@ enum Failure {
 }
 
 impl Attempts {
+    /// How the worker of a request is picked.
+    fn mode(&self, ask: &Ask) -> Mode {
+        ask.mode.unwrap_or(self.mode)
+    }
+
     /// Only one mode looks at what workers hold.
-    pub(super) fn match_prefixes(&self) -> bool {
-        self.mode == Mode::Kv
+    fn match_prefixes(&self, ask: &Ask) -> bool {
+        self.mode(ask) == Mode::Kv
     }
 
     /// Tries workers until one answers with more than a refusal. Those that failed it are not tried again, now or later.
     pub(super) async fn run(&self, job: &mut Job) -> Result<Leg, DispatchError> {
-        let Job { ask, request, tokenizer } = job;
+        let Job { ask, request, tokenizer, losses } = job;
         let mut frame = ClientFrame { stream_id: 0, body: Some(client_frame::Body::Generate(std::mem::take(request))) };
-        let leg = self.try_workers(ask, tokenizer, &mut frame).await;
+        let leg = self.try_workers(ask, tokenizer, losses, &mut frame).await;
         if let Some(client_frame::Body::Generate(sent)) = frame.body {
             *request = sent;
         }
@@ -84,6 +99,7 @@ impl Attempts {
         &self,
         ask: &mut Ask,
         tokenizer: &Arc<Model>,
+        losses: &mut Losses,
         frame: &mut ClientFrame,
     ) -> Result<Leg, DispatchError> {
         let mut last_error = None;
@@ -95,6 +111,9 @@ impl Attempts {
             let Some(life) = view.workers.get(&worker).cloned() else { continue };
             // The first token may take minutes.
             drop((view, held));
+            if let Some(client_frame::Body::Generate(generate)) = &mut frame.body {
+                generate.dp_rank = decision.rank.dp_rank;
+            }
             match self.attempt(&life, frame).await {
                 Ok(answer) => return Ok(self.leg(life, &decision, booking, answer, ask)),
                 Err(Failure::Final(error)) => return Err(error),
@@ -102,6 +121,11 @@ impl Attempts {
                     self.cluster.metrics.retries.get_or_create(&ReasonLabels { reason }).inc();
                     tracing::debug!(reason, worker = %life.spec().name, "trying another worker");
                     last_error = error.or(last_error);
+                    match reason {
+                        LOST if !losses.outlives_another() => break,
+                        OVERLOADED => ask.failed_at_rank(decision.rank),
+                        _ => {}
+                    }
                 }
             }
         }
@@ -109,8 +133,8 @@ impl Attempts {
     }
 
     /// What each worker holds of a request's prompt.
-    pub(super) fn held(&self, blocks: &[BlockHash]) -> Overlaps {
-        if self.match_prefixes() { self.cluster.index.overlaps(blocks) } else { Overlaps::default() }
+    pub(super) fn held(&self, ask: &Ask) -> Overlaps {
+        if self.match_prefixes(ask) { self.cluster.index.overlaps(&ask.blocks) } else { Overlaps::default() }
     }
 
     /// Finds a worker, after a wait if none has room. `None`: there is none for this request, or those that there are would
@@ -121,11 +145,10 @@ impl Attempts {
             let same = view.models.get(&ask.model).is_some_and(|now| Arc::ptr_eq(&now.served.model, tokenizer));
             same.then_some(view)
         };
-        let held = |blocks: &[BlockHash]| self.held(blocks);
-        let found = self.placement.find(&self.cluster, ask, view, |view| &view.set, held).await?;
+        let found = self.placement.find(&self.cluster, ask, view, |view| &view.set, |_| self.held(ask)).await?;
         if let Some(Found { held, decision, .. }) = &found {
             self.note(ask, decision);
-            if self.match_prefixes() {
+            if self.match_prefixes(ask) {
                 self.cluster.index.matched(&ask.blocks, held);
             }
             self.cluster.index.routed(decision.rank, &ask.blocks);
@@ -135,8 +158,8 @@ impl Attempts {
 
     fn note(&self, ask: &Ask, decision: &Decision) {
         let metrics = &self.cluster.metrics;
-        metrics.decisions.get_or_create(&DecisionLabels { mode: self.mode.as_str() }).inc();
-        if self.match_prefixes() {
+        metrics.decisions.get_or_create(&DecisionLabels { mode: self.mode(ask).as_str() }).inc();
+        if self.match_prefixes(ask) {
             metrics.overlap_blocks.observe(f64::from(decision.terms.overlap.total()));
         }
         tracing::debug!(
@@ -162,7 +185,7 @@ impl Attempts {
             Ok(Some(server_frame::Body::Failed(failed))) => Err(self.refused(life, failed)),
             Ok(Some(first)) => Ok((stream, first)),
             Ok(None) => {
-                Err(Failure::Retry { reason: "lost", error: Some(lost(stage::FIRST_TOKEN, stream.lost_reason())) })
+                Err(Failure::Retry { reason: LOST, error: Some(lost(stage::FIRST_TOKEN, stream.lost_reason())) })
             }
             Err(_) => {
                 Err(Failure::Final(DispatchError::Deadline { stage: stage::FIRST_TOKEN, seconds: limit.as_secs() }))
@@ -182,7 +205,7 @@ impl Attempts {
             ErrorCode::InvalidRequest | ErrorCode::Deadline => Failure::Final(error),
             ErrorCode::Draining => Failure::Retry { reason: "draining", error: None },
             ErrorCode::WrongWorker => Failure::Retry { reason: "wrong worker", error: None },
-            ErrorCode::Overloaded => Failure::Retry { reason: "overloaded", error: Some(error) },
+            ErrorCode::Overloaded => Failure::Retry { reason: OVERLOADED, error: Some(error) },
             _ => Failure::Retry { reason: "failed", error: Some(error) },
         }
     }
@@ -199,7 +222,7 @@ impl Attempts {
         booking.generated(0);
         let overlap_blocks = decision.terms.overlap.total();
         // Blocks that were fetched a moment ago count as reused, and nobody knew of them.
-        let comparable = self.match_prefixes() && self.cluster.kv_events && !ask.fetches;
+        let comparable = self.match_prefixes(ask) && self.cluster.kv_events && !ask.fetches;
         let first_block = ask.blocks.first().filter(|_| comparable);
         let expected = first_block.map(|&first_block| Expected {
             rank: decision.rank,
@@ -214,11 +237,12 @@ impl Attempts {
 /// What a worker's refusal or failure means to a client.
 pub(super) fn failure(worker: &str, stage: &'static str, failed: Failed, deadlines: &Deadlines) -> DispatchError {
     let code = failed.code();
+    let message = if failed.message.is_empty() { "the worker does not say why".to_owned() } else { failed.message };
     match code {
-        ErrorCode::InvalidRequest => DispatchError::Invalid(failed.message),
-        ErrorCode::Overloaded => DispatchError::Overloaded(failed.message),
-        ErrorCode::Draining => DispatchError::ShuttingDown(failed.message),
+        ErrorCode::InvalidRequest => DispatchError::Invalid(message),
+        ErrorCode::Overloaded => DispatchError::Overloaded(message),
+        ErrorCode::Draining => DispatchError::ShuttingDown(message),
         ErrorCode::Deadline => DispatchError::Deadline { stage, seconds: deadlines.first_token.as_secs() },
-        _ => DispatchError::Worker { worker: worker.to_owned(), stage, message: failed.message },
+        _ => DispatchError::Worker { worker: worker.to_owned(), stage, message },
     }
 }

@@ -101,10 +101,10 @@ impl Placement {
         let mut state = self.state.lock();
         let State { selector, load, booked, log, lanes } = &mut *state;
         let mut rng = rand::rng();
-        let span = span::open(named.request, request, selector.config().mode).entered();
+        let span = span::open(named.request, request, selector.mode(request)).entered();
         if lanes.is_blocked(request, named.ticket) {
             // What can never be placed need not wait to hear so.
-            let outcome = selector.explain(workers, request, overlaps, load, &mut rng).outcome;
+            let outcome = selector.peek(workers, request, overlaps, load, &mut rng);
             let refusal = outcome.err().unwrap_or(Refusal::Saturated);
             span::refuse(&span, refusal);
             return Err(refusal);
@@ -140,7 +140,19 @@ impl Placement {
         Ok((decision, Booking { placement: self.clone(), id, name, size, unbooked: 0, room, prefilling: true }))
     }
 
-    /// Where a request would go now. Changes nothing.
+    /// Where a request would go now. Books nothing, and takes as long as a decision.
+    pub(crate) fn peek(
+        &self,
+        workers: &WorkerSet,
+        request: &Request<'_>,
+        overlaps: &Overlaps,
+    ) -> Result<Decision, Refusal> {
+        let mut state = self.state.lock();
+        let State { selector, load, .. } = &mut *state;
+        selector.peek(workers, request, overlaps, load, &mut rand::rng())
+    }
+
+    /// Where a request would go now, and why. Changes nothing.
     pub(crate) fn explain(&self, workers: &WorkerSet, request: &Request<'_>, overlaps: &Overlaps) -> Explanation {
         let state = self.state.lock();
         state.selector.explain(workers, request, overlaps, &state.load, &mut rand::rng())

@@ -8,11 +8,18 @@
 use std::sync::Arc;
 
 use protocol::request_plane::{ErrorCode, FinishReason, Finished, Output};
+use routing::KvFormat;
 
 use super::attempts::{Attempts, Job, Leg};
 use crate::backend::DispatchError;
 use crate::metrics::ReasonLabels;
 use crate::request_plane::Kept;
+
+/// Whether others might do what these workers did not.
+fn is_of_workers(error: &DispatchError) -> bool {
+    use DispatchError::{NoWorker, Overloaded, ShuttingDown, Worker};
+    matches!(error, NoWorker { .. } | Overloaded(_) | ShuttingDown(_) | Worker { .. })
+}
 
 /// Why a request has to leave its worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,12 +114,13 @@ impl Migration {
 
     /// Whether the request may leave its worker once more; counts it if so, and counts it as refused if not.
     pub(super) fn may_move(&mut self, cause: Cause) -> bool {
+        let ends = cause == Cause::Lost && self.job.as_mut().is_some_and(|job| !job.losses.outlives_another());
         // Leaving a first half is what it is for.
-        if self.is_first_half() {
+        if self.is_first_half() && !ends {
             return true;
         }
         let again = cause == Cause::Failed && std::mem::replace(&mut self.engine_failed, true);
-        if self.job.is_none() || self.left == 0 || again {
+        if self.job.is_none() || self.left == 0 || again || ends {
             self.attempts.cluster.metrics.migrations_refused.get_or_create(&cause.label()).inc();
             return false;
         }
@@ -125,19 +133,35 @@ impl Migration {
         self.job.as_ref().is_some_and(|job| job.request.prefill_only)
     }
 
-    /// Finds the worker of the second half; `params` tell it how the KV of the prompt is fetched. Without one, or when the
-    /// client leaves meanwhile, the KV is given up with `kept`.
-    pub(super) async fn hand_over(mut self, params: String, kept: Kept) -> (Self, Result<Leg, DispatchError>) {
+    /// Finds the worker of the second half; `params` tell it how the KV of the prompt is fetched, which is of the kind `kv`. If
+    /// nobody that could is left, the prompt is computed. Where nobody fetches it, or the client leaves meanwhile, the KV is given
+    /// up with `kept`.
+    pub(super) async fn hand_over(
+        mut self,
+        params: String,
+        kv: KvFormat,
+        kept: Kept,
+    ) -> (Self, Result<Leg, DispatchError>) {
         let job = self.job.as_mut().expect("the job of a first half is kept");
-        let outcome = if params.is_empty() { "not kept" } else { "remote" };
-        job.join(params);
+        let fetchable = !params.is_empty();
+        if fetchable {
+            job.join_from(params, &kv);
+        } else {
+            job.join();
+        }
         job.ask.resume(&job.request);
-        let leg = self.attempts.run(job).await;
-        self.attempts.count(if leg.is_ok() { outcome } else { "no decode worker" });
-        if leg.is_ok() {
+        let mut outcome = if fetchable { "remote" } else { "not kept" };
+        let mut leg = self.attempts.run(job).await;
+        let others = || fetchable && self.attempts.cluster.view.load().set.mixes_kv();
+        if leg.as_ref().is_err_and(|error| !job.losses.is_over() && is_of_workers(error)) && others() {
+            outcome = "kv differs";
+            job.join();
+            leg = self.attempts.run(job).await;
+        } else if leg.is_ok() {
             // The worker that answers has fetched it, or ended the lease itself.
             kept.taken();
         }
+        self.attempts.count(if leg.is_ok() { outcome } else { "no decode worker" });
         self.moved = true;
         (self, leg)
     }
@@ -148,7 +172,7 @@ impl Migration {
         let leg = match &mut self.job {
             Some(job) => {
                 // What a prefill worker had kept was for the worker that is lost.
-                job.join(String::new());
+                job.join();
                 job.ask.resume(&job.request);
                 self.attempts.run(job).await
             }

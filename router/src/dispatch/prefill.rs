@@ -1,13 +1,14 @@
 //! The prefill router: a request's prompt on a prefill worker, its answer on a decode worker.
 //!
 //! Where a model has prefill workers, a request goes to one of them first. That one answers with the first token, which the
-//! client gets at once, and says how the KV of the prompt is fetched. Then the request goes on at a decode worker, in the way of
-//! one whose worker was lost (`migration`), which fetches the blocks it lacks. Where no prefill worker can, the decode worker
-//! computes the prompt: the client sees a later first token, and nothing else.
+//! client gets at once, and says how the KV of the prompt is fetched. Then the request goes on at a decode worker whose KV is of
+//! the same kind, in the way of one whose worker was lost (`migration`), which fetches the blocks it lacks. Where no prefill
+//! worker can, the decode worker computes the prompt: the client sees a later first token, and nothing else.
 
-use routing::{ConditionalDisagg, Halves, Refusal, Role, Roles, Whole};
+use routing::{ConditionalDisagg, KvFormat, Mode, Refusal, Role, Roles, Splittable, Whole, Worker};
 use tokio::time::Instant;
 
+use super::ask::Ask;
 use super::attempts::{Attempts, Job, Leg};
 use super::stage;
 use crate::backend::DispatchError;
@@ -25,79 +26,104 @@ pub(crate) enum PrefillPool {
     Open,
 }
 
+/// Where a request is to run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Plan {
+    /// All of it on one worker; why, where there are prefill workers.
+    Whole(Option<&'static str>),
+    /// Its prompt on a prefill worker whose KV fits one of these kinds, as far as kinds are told apart.
+    Split(Option<Vec<KvFormat>>),
+}
+
 impl Job {
     /// Makes it a request for its prompt alone.
-    fn split(&mut self) {
-        self.ask.roles = Roles::only(Role::Prefill);
+    fn split(&mut self, mode: Option<Mode>, partners: Option<Vec<KvFormat>>) {
+        self.ask.split(mode, partners);
         self.request.prefill_only = true;
     }
 
-    /// Makes it a request for what is left of it, with what says how the KV of its prompt is fetched; empty where it is not.
-    pub(super) fn join(&mut self, disaggregated_params: String) {
-        self.ask.roles = Roles::WHOLE;
+    /// Makes it a request for what is left of it. The KV of its prompt is computed where it is not cached.
+    pub(super) fn join(&mut self) {
+        self.ask.join(None);
         self.request.prefill_only = false;
-        self.ask.fetches = !disaggregated_params.is_empty();
+        self.request.disaggregated_params = String::new();
+    }
+
+    /// The same; `disaggregated_params` say how the KV of its prompt is fetched, which is of the kind `kv`.
+    pub(super) fn join_from(&mut self, disaggregated_params: String, kv: &KvFormat) {
+        self.ask.join(Some(kv));
+        self.request.prefill_only = false;
         self.request.disaggregated_params = disaggregated_params;
     }
 }
 
 impl Attempts {
-    /// Whether a request is to be split.
-    pub(super) fn splits(
+    /// Where a request that has just come is to run.
+    pub(super) fn plan(
         &self,
-        job: &Job,
+        ask: &Ask,
         view: &ClusterView,
         conditional: Option<&ConditionalDisagg>,
-    ) -> Result<bool, DispatchError> {
-        let pool = view.models.get(&job.ask.model).map_or(PrefillPool::None, |model| model.prefill);
-        // Who names a worker means the one that answers.
-        if pool == PrefillPool::None || job.ask.is_pinned() {
-            return Ok(false);
+    ) -> Result<Plan, DispatchError> {
+        let pool = view.models.get(&ask.model).map_or(PrefillPool::None, |model| model.prefill);
+        match pool {
+            PrefillPool::None => return Ok(Plan::Whole(None)),
+            // Who names a worker means the one that answers.
+            _ if ask.is_pinned() => return Ok(Plan::Whole(None)),
+            PrefillPool::Starting(until) if Instant::now() < until => {
+                return Err(DispatchError::NoWorker { model: ask.model.clone() });
+            }
+            PrefillPool::Starting(_) => return Ok(Plan::Whole(Some("unreachable"))),
+            PrefillPool::Open => {}
         }
-        if let PrefillPool::Starting(until) = pool {
-            let starts = Instant::now() < until;
-            return if starts { Err(DispatchError::NoWorker { model: job.ask.model.clone() }) } else { Ok(false) };
+        let partners = view.set.kv_formats(&ask.request());
+        if partners.as_ref().is_some_and(|partners| !prefills_for(view, &ask.model, partners)) {
+            return Ok(Plan::Whole(Some("kv differs")));
         }
-        let whole = conditional.and_then(|policy| self.whole(job, view, policy));
-        whole.inspect(|whole| self.count(whole.as_str()));
-        Ok(whole.is_none())
+        let whole = conditional.and_then(|policy| self.whole(ask, view, policy));
+        Ok(whole.map_or(Plan::Split(partners), |whole| Plan::Whole(Some(whole.as_str()))))
     }
 
     /// Sends a request to a prefill worker; if none answers, as a whole to another.
-    pub(super) async fn run_halves(&self, job: &mut Job) -> Result<Leg, DispatchError> {
-        job.split();
+    pub(super) async fn run_halves(
+        &self,
+        job: &mut Job,
+        partners: Option<Vec<KvFormat>>,
+    ) -> Result<Leg, DispatchError> {
+        job.split(self.prefill_mode, partners);
         match self.run(job).await {
             Ok(leg) => Ok(leg),
             // The client has waited long enough; in the queue of the decode workers it may be another matter.
             Err(error @ DispatchError::Deadline { stage: stage::FIRST_TOKEN, .. }) => Err(error),
+            Err(error) if job.losses.is_over() => Err(error),
             Err(error) => {
                 tracing::debug!(request = %job.ask.id, %error, "no prefill worker: the decode worker computes the prompt");
                 self.count("failed");
-                job.join(String::new());
+                job.join();
                 self.run(job).await
             }
         }
     }
 
-    /// Why a request stays whole although it could be split. Cost: two decisions that are not booked.
-    fn whole(&self, job: &Job, view: &ClusterView, policy: &ConditionalDisagg) -> Option<Whole> {
-        let held = self.held(&job.ask.blocks);
-        let decide = |roles| {
-            let request = routing::Request { roles, ..job.ask.request() };
-            self.placement.explain(&view.set, &request, &held).outcome
-        };
+    /// Why a request stays whole although it could be split. Cost: a decision that is not booked, and another one where it is to be
+    /// known how long prefill workers take.
+    fn whole(&self, ask: &Ask, view: &ClusterView, policy: &ConditionalDisagg) -> Option<Whole> {
+        let held = self.held(ask);
         // Where nobody could decode, that is what the request is to fail of.
-        let decode = decide(Roles::WHOLE).ok()?;
-        let waiting_prefill = match decide(Roles::only(Role::Prefill)) {
-            Ok(prefill) => prefill.load.prefill_tokens,
-            Err(Refusal::Saturated | Refusal::Busy) => u32::MAX,
-            Err(_) => return None,
+        let decode = self.placement.peek(&view.set, &ask.request(), &held).ok()?;
+        let request = Splittable {
+            prompt: ask.prompt.tokens,
+            cached: decode.terms.overlap.total() as usize * ask.block_size().get(),
+            waiting: decode.load.prefill_tokens,
         };
-        policy.whole(Halves {
-            prompt: job.request.token_ids.len(),
-            cached: decode.terms.overlap.total() as usize * job.ask.block_size().get(),
-            waiting_prefill,
-            waiting_decode: decode.load.prefill_tokens,
+        policy.whole(request, || {
+            let roles = Roles::only(Role::Prefill);
+            let request = routing::Request { roles, mode: self.prefill_mode, ..ask.request() };
+            match self.placement.peek(&view.set, &request, &held) {
+                Ok(prefill) => Some(prefill.load.prefill_tokens),
+                Err(Refusal::Saturated | Refusal::Busy) => Some(u32::MAX),
+                Err(_) => None,
+            }
         })
     }
 
@@ -105,4 +131,12 @@ impl Attempts {
     pub(super) fn count(&self, reason: &'static str) {
         self.cluster.metrics.prefills.get_or_create(&ReasonLabels { reason }).inc();
     }
+}
+
+/// Whether a prefill worker of the model makes KV that one of `partners` can use. They are not asked how they are: one that
+/// is away may be back when the request comes to it.
+fn prefills_for(view: &ClusterView, model: &str, partners: &[KvFormat]) -> bool {
+    let prefills = |worker: &&Worker| worker.role == Role::Prefill && *worker.model == *model;
+    let mut workers = view.set.iter().filter(prefills);
+    workers.any(|worker| partners.iter().any(|kv| kv.fits(&worker.kv)))
 }

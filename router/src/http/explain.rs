@@ -14,10 +14,10 @@ use serde_json::{Value, json};
 use super::body::{self, ResponseBody};
 use super::generate::check_content_type;
 use super::routes::{Frontend, error_response, json_response};
-use crate::backend::Backend;
+use crate::backend::{Backend, PrefillChoice};
 use crate::openai::Endpoint;
 use crate::openai::error::ApiError;
-use crate::openai::routing::{BodyHints, HeaderHints};
+use crate::openai::routing::HeaderHints;
 
 impl<B: Backend> Frontend<B> {
     /// Where the request in the body would go now.
@@ -37,14 +37,17 @@ impl<B: Backend> Frontend<B> {
         let endpoint = endpoint_of(&body);
         if let Some(proxy) = self.backend.proxy() {
             let (key, _room) = self.key(proxy, &body, endpoint, room).await?;
-            let (explanation, workers) = proxy.explain(&key, &hints.with(BodyHints::default())?)?;
+            let (explanation, workers) = proxy.explain(&key, &hints.with(key.hints.clone())?)?;
             return Ok(explanation_json(&explanation, &workers));
         }
         let (served, prepared) = self.admit(body, room, endpoint).await?;
         let options = hints.with(prepared.params.routing.clone())?;
         let mut generates = prepared.generates("explain", &served, endpoint)?;
-        let explanation = self.backend.explain(&generates.swap_remove(0), &options)?;
-        Ok(explanation_json(&explanation, &self.backend.workers()))
+        let explained = self.backend.explain(&generates.swap_remove(0), &options)?;
+        let workers = self.backend.workers();
+        let mut shown = explanation_json(&explained.answer, &workers);
+        shown["prefill"] = explained.prefill.map_or(Value::Null, |choice| prefill_json(&choice, &workers));
+        Ok(shown)
     }
 
     /// The decisions about a request that are still known.
@@ -78,6 +81,14 @@ fn record_json(record: &Record, workers: &WorkerSet) -> Value {
     shown["seconds_since_start"] = json!(record.at.as_secs_f64());
     shown["workers_omitted"] = json!(record.omitted);
     shown
+}
+
+/// Who computes the prompt, where there are prefill workers.
+fn prefill_json(choice: &PrefillChoice, workers: &WorkerSet) -> Value {
+    match choice {
+        PrefillChoice::Remote(explanation) => explanation_json(explanation, workers),
+        PrefillChoice::Local(reason) => json!({"local": reason}),
+    }
 }
 
 /// Units: everything in blocks of the KV cache, but for tokens and requests, which say so.

@@ -13,9 +13,10 @@ use super::body::{self, ResponseBody};
 use super::generate::{INLINE_BYTES, REUSED_BLOCKS, WORKER, WORKER_ID};
 use super::metrics::RequestGuard;
 use super::routes::Frontend;
-use crate::backend::{Backend, RouteOptions};
+use crate::backend::Backend;
 use crate::openai::Endpoint;
 use crate::openai::error::ApiError;
+use crate::openai::routing::HeaderHints;
 use crate::proxy::answer::{Forwarded, Starting, record_whole};
 use crate::proxy::{self, Key, Outgoing, Proxy, Served};
 
@@ -25,13 +26,14 @@ impl<B: Backend> Frontend<B> {
         &self,
         proxy: &Arc<Proxy>,
         request: Request<Incoming>,
-        (endpoint, options): (Endpoint, RouteOptions),
+        (endpoint, hints): (Endpoint, HeaderHints),
         guard: &mut Option<RequestGuard>,
     ) -> Result<Response<ResponseBody>, ApiError> {
         let (head, incoming) = request.into_parts();
         let mut room = self.admission.room();
         let body = body::read(&head.headers, incoming, &self.config, &mut room).await?;
         let (key, room) = self.key(proxy, &body, endpoint, room).await?;
+        let options = hints.with(key.hints.clone())?;
         if let Some(guard) = guard {
             guard.admitted(key.model(), key.prompt_tokens);
         }

@@ -15,7 +15,7 @@ use super::metrics::RequestGuard;
 use super::routes::{Frontend, error_response, json_response};
 use crate::backend::{Backend, RouteOptions, ServedModel};
 use crate::openai::error::ApiError;
-use crate::openai::routing::{BodyHints, HeaderHints};
+use crate::openai::routing::HeaderHints;
 use crate::openai::{Endpoint, parse, request};
 use crate::preprocess::{Prepared, prepare};
 use crate::stream::choice::{Choice, Echo};
@@ -59,8 +59,7 @@ impl<B: Backend> Frontend<B> {
         check_content_type(request.headers())?;
         let hints = HeaderHints::read(request.headers())?;
         if let Some(proxy) = self.backend.proxy() {
-            let options = hints.with(BodyHints::default())?;
-            return self.forward(proxy, request, (endpoint, options), guard).await;
+            return self.forward(proxy, request, (endpoint, hints), guard).await;
         }
         let (head, incoming) = request.into_parts();
         let mut room = self.admission.room();

@@ -33,7 +33,8 @@ pub struct IndexOptions {
     /// Threads that apply KV events; events of one worker always on the same one
     #[arg(long, env = "DYN_ROUTER_EVENT_THREADS", default_value_t = THREADS)]
     pub router_event_threads: NonZeroUsize,
-    /// Most memory of the index, in bytes; past it the least recently used prefixes are forgotten
+    /// Most memory of the index, in bytes, and once more of guesses where there are any; past it the least recently used prefixes
+    /// are forgotten
     #[arg(long, env = "ARMATURE_ROUTER_INDEX_BYTES", default_value_t = Limits::default().bytes)]
     pub router_index_bytes: usize,
     /// Life of a guess about a worker's cache, in seconds, where there are no KV events [default: 120]

@@ -75,7 +75,7 @@ async fn nothing_is_added_after_a_worker_was_removed() {
 
 #[tokio::test]
 async fn a_guess_holds_for_its_life_and_the_larger_answer_counts() {
-    let (index, life) = (indexer(2, true, Some(Policy::Ttl(Duration::from_millis(10)))), CancellationToken::new());
+    let (index, life) = (indexer(2, true, Some(Policy::Ttl(Duration::from_secs(1)))), CancellationToken::new());
     index.routed(rank(1), &hashes(&[1, 2, 3]));
     // Jobs of one worker are taken in order: once this one is done, the guess is in.
     index.apply(rank(1), vec![stored(&[1])], &life).await;

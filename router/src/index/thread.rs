@@ -113,11 +113,14 @@ impl Writers {
 
     /// Ends guesses whose time has passed, and shows the size. Cost: a look at each rank.
     fn tick(&self) {
+        let metrics = &self.metrics;
         if let Some(guessed) = &self.guessed {
-            guessed.lock().expire(self.origin.elapsed());
+            let mut guessed = guessed.lock();
+            guessed.expire(self.origin.elapsed());
+            metrics.index_guessed_blocks.set(guessed.stats().distinct_blocks as i64);
+            metrics.index_guessed_bytes.set(guessed.bytes() as i64);
         }
         let stats = self.told.lock().stats();
-        let metrics = &self.metrics;
         metrics.index_blocks.set(stats.distinct_blocks as i64);
         metrics.index_bytes.set(stats.bytes as i64);
         metrics.index_evicted_blocks.set(stats.evicted_blocks as i64);

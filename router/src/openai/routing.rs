@@ -14,8 +14,8 @@ use crate::backend::{RouteOptions, RoutingHints};
 
 /// Headers that name the instance id of the worker wanted: ours, and Dynamo's.
 const WORKER_HEADERS: [&str; 2] = ["x-armature-worker", "x-dynamo-worker-instance-id"];
-/// Its data-parallel rank.
-const RANK_HEADER: &str = "x-dynamo-dp-rank";
+/// Its data-parallel rank; the first of them that is there counts.
+const RANK_HEADERS: [&str; 2] = ["x-armature-dp-rank", "x-dynamo-dp-rank"];
 /// Weight among requests that wait.
 const PRIORITY_HEADER: &str = "x-dynamo-request-priority";
 
@@ -164,12 +164,12 @@ fn check_priority(priority: f64, param: &'static str) -> Result<f64, ApiError> {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HeaderHints {
     worker: Option<(&'static str, u64)>,
-    dp_rank: Option<u32>,
+    dp_rank: Option<(&'static str, u32)>,
     priority: Option<f64>,
 }
 
 impl HeaderHints {
-    /// Reads the headers. Cost: four lookups.
+    /// Reads the headers. Cost: five lookups.
     pub fn read(headers: &HeaderMap) -> Result<Self, ApiError> {
         let mut worker: Option<(&'static str, u64)> = None;
         for name in WORKER_HEADERS {
@@ -181,7 +181,11 @@ impl HeaderHints {
                 _ => worker = Some((name, id)),
             }
         }
-        let dp_rank = number(headers, RANK_HEADER, "a data-parallel rank")?;
+        let dp_rank = RANK_HEADERS.into_iter().filter_map(|name| {
+            let rank = number(headers, name, "a data-parallel rank").transpose()?;
+            Some(rank.map(|rank| (name, rank)))
+        });
+        let dp_rank = dp_rank.collect::<Result<Vec<_>, _>>()?.into_iter().next();
         let priority: Option<f64> = number(headers, PRIORITY_HEADER, "a number")?;
         let priority = priority.map(|priority| check_priority(priority, PRIORITY_HEADER)).transpose()?;
         Ok(Self { worker, dp_rank, priority })
@@ -200,12 +204,12 @@ impl HeaderHints {
         {
             return Err(ApiError::invalid(header, format!("{header} and nvext name different workers")));
         }
-        hints.dp_rank = self.dp_rank.or(hints.dp_rank);
+        hints.dp_rank = self.dp_rank.map(|(_, rank)| rank).or(hints.dp_rank);
         hints.priority = self.priority.unwrap_or(hints.priority);
         let pinned_worker = self.worker().or(worker);
         if hints.dp_rank.is_some() && pinned_worker.is_none() {
             let message = "a dp_rank is one of a worker: name the worker, too";
-            return Err(ApiError::invalid(if self.dp_rank.is_some() { RANK_HEADER } else { "nvext.dp_rank" }, message));
+            return Err(ApiError::invalid(self.dp_rank.map_or("nvext.dp_rank", |(name, _)| name), message));
         }
         Ok(RouteOptions { model: None, pinned_worker, hints })
     }

@@ -31,6 +31,9 @@ pub struct ProxyConfig {
     /// ones again; tcp://*:PORT when it connects to the router. May be given several times
     #[arg(long, env = "ARMATURE_KV_EVENTS_ENDPOINTS", value_name = "URL=ADDRESS,…", value_delimiter = ',')]
     pub kv_events_endpoints: Vec<EventsOf>,
+    /// Certificate authorities of https:// servers, in PEM [default: the machine's; SSL_CERT_FILE names others]
+    #[arg(long, env = "ARMATURE_WORKER_CA_FILE", value_name = "FILE")]
+    pub worker_ca_file: Option<PathBuf>,
     /// Bearer token for the health checks of these servers; requests carry their client's own
     #[arg(long, env = "ARMATURE_WORKER_API_KEY", value_name = "TOKEN", hide_env_values = true)]
     pub worker_api_key: Option<String>,
@@ -54,6 +57,8 @@ pub struct ProxySettings {
     pub model: Option<ModelSource>,
     /// Tokens per KV block.
     pub block_size: BlockSize,
+    /// Whom https:// servers are trusted by; `None`: by the machine's authorities.
+    pub ca_file: Option<PathBuf>,
     /// Bearer token of health checks.
     pub api_key: Option<String>,
     /// Time between two health checks.
@@ -85,6 +90,9 @@ impl ProxyConfig {
                 return Err(ConfigError::new(format!("--workers names {url} twice")));
             }
             servers.push(StaticServer { url: url.clone(), events: None });
+        }
+        if self.worker_ca_file.is_some() && !self.workers.iter().any(ServerUrl::is_tls) {
+            return Err(ConfigError::new("--worker-ca-file needs an https:// URL among --workers"));
         }
         if let Some(first) = self.kv_events_endpoints.first() {
             if !events {
@@ -119,6 +127,7 @@ impl ProxyConfig {
             servers: Vec::new(),
             model: None,
             block_size: BlockSize::new(self.kv_cache_block_size).expect("its parser refuses 0"),
+            ca_file: self.worker_ca_file.clone(),
             api_key: self.worker_api_key.clone(),
             check_interval: self.worker_check_interval_secs,
             check_timeout: self.worker_check_timeout_secs,
@@ -140,6 +149,7 @@ impl ProxyConfig {
             (self.model_path.is_some(), "--model-path"),
             (self.model_name.is_some(), "--model-name"),
             (!self.kv_events_endpoints.is_empty(), "--kv-events-endpoints"),
+            (self.worker_ca_file.is_some(), "--worker-ca-file"),
             (self.worker_api_key.is_some(), "--worker-api-key"),
         ]
         .into_iter()

@@ -208,7 +208,7 @@ async fn exchange_in_time(proxy: &Proxy, server: &Arc<Server>, outgoing: &Outgoi
 
 async fn exchange(server: &Arc<Server>, outgoing: &Outgoing, stage: &'static str) -> Result<(Parts, Body), Failure> {
     let lost = |error: LineError| {
-        let unreachable = matches!(error, LineError::Dial(_) | LineError::DialDeadline(_));
+        let unreachable = error.is_of_dial();
         if unreachable {
             server.suspect.notify_one();
         }

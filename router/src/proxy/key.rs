@@ -12,6 +12,7 @@ use crate::openai::Endpoint;
 use crate::openai::error::ApiError;
 use crate::openai::parse;
 use crate::openai::request::{self, Request};
+use crate::openai::routing::BodyHints;
 use crate::openai::validate::{Params, check_roles};
 use crate::preprocess::{check_size, max_tokens, render_chat};
 
@@ -25,6 +26,8 @@ pub(crate) struct Key {
     pub(super) prompt: Prompt,
     /// Tokens of all its prompts; an estimate without the model's tokenizer.
     pub(crate) prompt_tokens: usize,
+    /// What it says of where it may go.
+    pub(crate) hints: BodyHints,
     /// It is to be answered with events.
     pub(crate) stream: bool,
     /// The last event is to tell the usage.
@@ -79,6 +82,7 @@ pub(super) fn read(
         blocks,
         prompt,
         prompt_tokens,
+        hints: params.routing,
         stream: params.stream,
         include_usage: params.include_usage,
         silent_events: if endpoint == Endpoint::Chat { params.n } else { 0 },

@@ -1,6 +1,6 @@
 //! Connections to one OpenAI server: kept alive, and driven by the task of the request that uses them.
 //!
-//! HTTP/1.1 without TLS. No task of its own lies between a request and its socket: whoever waits for an answer polls the
+//! HTTP/1.1, over TLS where the server's URL says so. No task of its own lies between a request and its socket: whoever waits for an answer polls the
 //! connection. What is dropped before its answer has ended closes its connection, which is how the server learns of it.
 
 use std::error::Error;
@@ -20,6 +20,7 @@ use parking_lot::Mutex;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 
+use super::socket::{Socket, Trust};
 use crate::discovery::static_servers::ServerUrl;
 
 /// Longest time a connection waits for its next request. Servers close idle ones, many after 5 s; a request that meets that
@@ -38,6 +39,9 @@ pub(super) enum LineError {
     /// Somebody may listen, and does not answer.
     #[error("cannot connect within {0:?}")]
     DialDeadline(Duration),
+    /// Somebody answered, and not as a server that is trusted.
+    #[error("TLS: {0}")]
+    Tls(io::Error),
     /// The connection broke.
     #[error("{0}")]
     Http(#[from] hyper::Error),
@@ -46,21 +50,35 @@ pub(super) enum LineError {
     Closed,
 }
 
+impl LineError {
+    /// Whether no connection was made: the server has seen nothing of a request.
+    pub(super) fn is_of_dial(&self) -> bool {
+        matches!(self, Self::Dial(_) | Self::DialDeadline(_) | Self::Tls(_))
+    }
+}
+
 /// An open connection.
 struct Line {
     sender: SendRequest<Full<Bytes>>,
-    connection: Connection<TokioIo<TcpStream>, Full<Bytes>>,
+    connection: Connection<TokioIo<Socket>, Full<Bytes>>,
     /// The connection has ended; it must not be polled again.
     ended: bool,
     idle_since: Instant,
 }
 
 impl Line {
-    async fn dial(url: &ServerUrl, deadline: Duration) -> Result<Self, LineError> {
-        let dialed = timeout(deadline, TcpStream::connect((url.host(), url.port()))).await;
-        let stream = dialed.map_err(|_| LineError::DialDeadline(deadline))?.map_err(LineError::Dial)?;
-        stream.set_nodelay(true).map_err(LineError::Dial)?;
-        let (sender, connection) = handshake(TokioIo::new(stream)).await?;
+    /// `deadline` is that of TCP and TLS together.
+    async fn dial(url: &ServerUrl, trust: Option<&Trust>, deadline: Duration) -> Result<Self, LineError> {
+        let dialing = async {
+            let stream = TcpStream::connect((url.host(), url.port())).await.map_err(LineError::Dial)?;
+            stream.set_nodelay(true).map_err(LineError::Dial)?;
+            match trust {
+                None => Ok(Socket::Plain(stream)),
+                Some(trust) => trust.greet(url.host(), stream).await.map_err(LineError::Tls),
+            }
+        };
+        let socket = timeout(deadline, dialing).await.map_err(|_| LineError::DialDeadline(deadline))??;
+        let (sender, connection) = handshake(TokioIo::new(socket)).await?;
         Ok(Self { sender, connection, ended: false, idle_since: Instant::now() })
     }
 
@@ -91,6 +109,8 @@ impl Line {
 /// The idle connections to one server.
 pub(super) struct Lines {
     url: ServerUrl,
+    /// Present where it is spoken to over TLS.
+    trust: Option<Trust>,
     dial: Duration,
     /// The one used last is on top: the others may grow old and go.
     idle: Mutex<Vec<Line>>,
@@ -98,8 +118,8 @@ pub(super) struct Lines {
 
 impl Lines {
     /// None yet; `dial` is the deadline of connecting.
-    pub(super) fn new(url: ServerUrl, dial: Duration) -> Self {
-        Self { url, dial, idle: Mutex::default() }
+    pub(super) fn new(url: ServerUrl, trust: Option<Trust>, dial: Duration) -> Self {
+        Self { url, trust, dial, idle: Mutex::default() }
     }
 
     /// Sends a request and waits for the head of its answer. A kept connection may turn out to be closed; then the request,
@@ -115,7 +135,7 @@ impl Lines {
                 Some(line) => line,
                 None => {
                     kept = false;
-                    Line::dial(&self.url, self.dial).await?
+                    Line::dial(&self.url, self.trust.as_ref(), self.dial).await?
                 }
             };
             match line.send(request()).await {
@@ -173,7 +193,7 @@ fn never_arrived(error: &LineError) -> bool {
                 || error.is_incomplete_message()
                 || matches!(io, Some(ErrorKind::ConnectionReset | ErrorKind::BrokenPipe | ErrorKind::ConnectionAborted))
         }
-        LineError::Dial(_) | LineError::DialDeadline(_) => false,
+        LineError::Dial(_) | LineError::DialDeadline(_) | LineError::Tls(_) => false,
     }
 }
 

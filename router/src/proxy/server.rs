@@ -13,7 +13,8 @@ use serde::Deserialize;
 use tokio::sync::Notify;
 
 use super::line::{Answer, LineError, Lines};
-use crate::discovery::static_servers::{EventSource, ServerUrl};
+use super::socket::Trust;
+use crate::discovery::static_servers::{EventSource, ServerUrl, StaticServer};
 use crate::openai::Endpoint;
 
 /// Whether requests go there.
@@ -73,9 +74,10 @@ pub(super) struct Server {
 }
 
 impl Server {
-    pub(super) fn new(url: ServerUrl, events: Option<EventSource>, dial: Duration, changed: Arc<Notify>) -> Self {
+    pub(super) fn new(listed: &StaticServer, trust: Option<Trust>, dial: Duration, changed: Arc<Notify>) -> Self {
+        let StaticServer { url, events } = listed.clone();
         let (authority, name) = (url.authority(), url.to_string());
-        let name = name.trim_start_matches("http://");
+        let name = name.split_once("://").map_or(&*name, |(_, name)| name);
         let header = |text: &str| HeaderValue::try_from(text).expect("a URL is visible ASCII");
         let uri = |path: &str| url.path(path).parse().expect("the paths of a URL and of the API make a path");
         Self {
@@ -85,7 +87,7 @@ impl Server {
             name: name.into(),
             name_header: header(name),
             authority: header(&authority),
-            lines: Arc::new(Lines::new(url.clone(), dial)),
+            lines: Arc::new(Lines::new(url.clone(), trust, dial)),
             url,
             events,
             status: Mutex::new(Status { health: Health::Unknown, models: [].into() }),
@@ -157,7 +159,9 @@ impl Server {
             request
         };
         let answer = self.lines.send(with_host).await;
-        if let Err(error @ (LineError::Dial(_) | LineError::DialDeadline(_))) = &answer {
+        if let Err(error) = &answer
+            && error.is_of_dial()
+        {
             self.lost(error.to_string(), matches!(error, LineError::Dial(_)));
         }
         answer
@@ -249,7 +253,8 @@ mod tests {
     #[test]
     fn changes_of_health_are_told_once() {
         let changed = Arc::new(Notify::new());
-        let server = Server::new("http://h:1/p".parse().expect("a URL"), None, Duration::from_secs(1), changed.clone());
+        let listed = StaticServer { url: "http://h:1/p".parse().expect("a URL"), events: None };
+        let server = Server::new(&listed, None, Duration::from_secs(1), changed.clone());
         assert_eq!((&*server.name, server.status().health), ("h:1/p", Health::Unknown));
         let told = || {
             let notified = std::pin::pin!(changed.notified());

@@ -10,7 +10,7 @@ use kv_index::{WorkerId, WorkerRank};
 use parking_lot::Mutex;
 use protocol::metadata;
 use protocol::request_plane::Output;
-use routing::Role;
+use routing::{KvFormat, Role};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -180,7 +180,7 @@ impl Life {
     /// Takes note of a request's prefill: where it computed new blocks, an event should tell of them. The last block is computed
     /// again even if it is held, and whoever wants the prompt's log-probabilities has all of them computed again.
     pub(crate) fn prefilled(&self, output: &Output) {
-        let fresh = output.prompt_blocks > output.reused_blocks + 1 && output.prompt_logprobs.is_empty();
+        let fresh = output.prompt_blocks > output.reused_blocks.saturating_add(1) && output.prompt_logprobs.is_empty();
         let followed = !self.hashes_differ && !self.stop_events.lock().is_cancelled();
         let spec = self.spec();
         let Some(events) = spec.events.as_ref().filter(|_| fresh && followed) else { return };
@@ -264,16 +264,36 @@ impl Life {
         self.spec.load().card.runtime_config.data_parallel_size.unwrap_or(1).clamp(1, MAX_RANKS)
     }
 
-    /// It as the decision sees it. A request says nothing of ranks, and a worker gives it to its first one; so that one alone is
-    /// offered, and the load of the others stays out of sight.
-    pub(super) fn routing_worker(&self) -> routing::Worker {
+    /// Which part of requests it runs.
+    pub(super) fn role(&self) -> Role {
+        self.spec.load().card.worker_type.as_deref().and_then(Role::from_name).unwrap_or_default()
+    }
+
+    /// The KV that it makes.
+    pub(crate) fn kv_format(&self) -> KvFormat {
+        let spec = self.spec.load();
+        let card = spec.card.armature.as_ref();
+        card.map_or_else(KvFormat::default, |card| KvFormat {
+            revision: card.kv_revision.as_deref().map(Arc::from),
+            layout: card.kv_layout.as_deref().map(Arc::from),
+        })
+    }
+
+    /// It as decisions see it: each of its ranks, which have a cache and a load of their own.
+    pub(super) fn routing_workers(&self) -> impl Iterator<Item = routing::Worker> {
+        let (first, ranks) = (self.first_rank(), self.ranks());
+        (0..ranks).map(move |dp_rank| routing::Worker { rank: WorkerRank { dp_rank, ..first.rank }, ..first.clone() })
+    }
+
+    fn first_rank(&self) -> routing::Worker {
         let spec = self.spec();
         let card = &spec.card;
         let capacity =
             |count: Option<u64>| count.and_then(|count| u32::try_from(count).ok()).filter(|count| *count > 0);
         let rank = WorkerRank { worker: self.worker_id(), dp_rank: 0 };
         let mut worker = routing::Worker::new(rank, spec.name.as_str(), card.display_name.as_str());
-        worker.role = card.worker_type.as_deref().and_then(Role::from_name).unwrap_or_default();
+        worker.role = self.role();
+        worker.kv = self.kv_format();
         worker.total_blocks = capacity(card.runtime_config.total_kv_blocks);
         worker.max_batched_tokens = capacity(card.runtime_config.max_num_batched_tokens);
         worker.draining = self.is_draining();

@@ -13,7 +13,7 @@ use crate::worker::{Behaviour, Life, Worker};
 
 fn explained(cluster: &Cluster) -> Explanation {
     let request = Generate { model: MODEL.into(), token_ids: prompt(1, 1), ..Generate::default() };
-    cluster.backend().explain(&request, &RouteOptions::default()).expect("a model")
+    cluster.backend().explain(&request, &RouteOptions::default()).expect("a model").answer
 }
 
 fn reported(cluster: &Cluster, worker: &Worker) -> Option<Reported> {

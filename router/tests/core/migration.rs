@@ -118,6 +118,41 @@ async fn a_stream_moves_no_more_often_than_allowed() {
 }
 
 #[tokio::test]
+async fn a_request_that_kills_its_workers_takes_no_more_of_them_than_it_may_move() {
+    use Behaviour::{Answer, DieAfterFirst, DieAtOnce};
+    // However far each of them gets.
+    for behaviours in [
+        [DieAtOnce, DieAtOnce, DieAtOnce, DieAtOnce, Answer, Answer],
+        [DieAtOnce, DieAfterFirst, DieAtOnce, DieAtOnce, Answer, Answer],
+        [DieAfterFirst, DieAtOnce, DieAfterFirst, DieAtOnce, Answer, Answer],
+    ] {
+        let cluster = limited(LIMIT).await;
+        let workers = preferred(&cluster, &prompt(1, 6), behaviours).await;
+        let end = match cluster.generate(&prompt(1, 6)).await {
+            Ok(routed) => drain(routed).await.1,
+            Err(error) => Err(error),
+        };
+        assert!(matches!(end, Err(DispatchError::Worker { .. })), "{end:?}");
+        let lost = workers.each_ref().map(|worker| worker.requests().len());
+        assert_eq!(lost, [1, 1, 1, 1, 0, 0], "{behaviours:?}: the first, and {LIMIT} more");
+        assert_eq!(cluster.metric("armature_router_requests_in_flight"), 0.0);
+    }
+}
+
+#[tokio::test]
+async fn a_worker_that_dies_of_something_else_is_replaced_even_where_nothing_moves() {
+    for (behaviours, survives) in [
+        ([Behaviour::DieAtOnce, Behaviour::Answer, Behaviour::Answer], true),
+        ([Behaviour::DieAtOnce, Behaviour::DieAtOnce, Behaviour::Answer], false),
+    ] {
+        let cluster = limited(0).await;
+        let workers = preferred(&cluster, &prompt(1, 4), behaviours).await;
+        assert_eq!(cluster.generate(&prompt(1, 4)).await.is_ok(), survives);
+        assert_eq!(workers.each_ref().map(|worker| worker.requests().len()), [1, 1, 0]);
+    }
+}
+
+#[tokio::test]
 async fn a_client_that_leaves_during_the_move_takes_everything_with_it() {
     let cluster = limited(LIMIT).await;
     let [_first, silent] = preferred(&cluster, &prompt(1, 4), [Behaviour::DieAfterFirst, Behaviour::Silence]).await;

@@ -1,9 +1,11 @@
 //! Requests in two halves: who computes the prompt, who goes on with it, and what happens when one of them cannot.
 
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use protocol::request_plane::{ErrorCode, Generate, Stop};
-use router::backend::{Backend, DispatchError, RouteOptions};
+use router::backend::{Backend, DispatchError, PrefillChoice, RouteOptions};
+use router::config::Deadlines;
 use routing::{ConditionalDisagg, Mode};
 use serde_json::json;
 
@@ -207,6 +209,140 @@ async fn first_halves_that_wait_hold_up_neither_second_halves_nor_whole_requests
     let whole = cluster.generate_pinned(&prompt(3, 2), decode.life.instance_id).await.expect("not held up");
     assert_eq!(drain(whole).await, (vec![1, 2, 3], Ok(())));
     waiting.into_iter().for_each(|request| request.abort());
+}
+
+#[tokio::test]
+async fn while_a_prefill_pool_comes_late_requests_are_answered_or_to_be_tried_again() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let decode = of_role(&cluster, "d", "decode").await;
+    let mut seen = Vec::new();
+    let mut ask = async || match cluster.generate(&prompt(1, 2)).await {
+        Ok(routed) => {
+            assert_eq!(drain(routed).await, (vec![1, 2, 3], Ok(())));
+            seen.push("answered");
+        }
+        Err(DispatchError::NoWorker { .. }) => seen.push("503"),
+        Err(other) => panic!("{other}"),
+    };
+    ask().await;
+    // It is announced, and cannot be reached yet.
+    let life = Life { card: json!({"worker_type": "prefill"}), ..Life::new("p") };
+    let prefill = Worker::start(life).await;
+    prefill.greet_as(Life::new("another"));
+    prefill.register(cluster.directory.path());
+    let unreachable = || cluster.backend().workers().get(rank(&prefill)).is_some_and(|worker| worker.unreachable);
+    cluster.until("nobody answers there", unreachable).await;
+    ask().await;
+    prefill.greet_as(prefill.life.clone());
+    while !cluster.backend().splits(MODEL) {
+        ask().await;
+    }
+    ask().await;
+    assert_eq!((seen.first(), seen.last()), (Some(&"answered"), Some(&"answered")));
+    assert!(seen.contains(&"503"), "the pool must not push its prompts onto decode workers while it starts: {seen:?}");
+    assert_eq!(prefill.requests().len(), 1);
+    for request in decode.requests() {
+        assert_eq!(request.generated == 1, request.disaggregated_params == "kept by p", "whole, or with all it needs");
+    }
+}
+
+#[tokio::test]
+async fn each_half_has_a_deadline_that_names_its_stage() {
+    let short = Duration::from_millis(300);
+    let first = Deadlines { first_token: short, ..Deadlines::default() };
+    // The client has the first token: what it waits for now is the next one.
+    let second = Deadlines { token: short, ..Deadlines::default() };
+    for (silent, deadlines, stage) in
+        [("p", first, "waiting for the first token"), ("d", second, "moving to another worker")]
+    {
+        let cluster = Cluster::with_deadlines(Mode::Kv, deadlines).await;
+        let (prefill, decode) = halves(&cluster).await;
+        let silent = if silent == "p" { &prefill } else { &decode };
+        silent.behave(Behaviour::Silence);
+        let end = match cluster.generate(&prompt(1, 2)).await {
+            Ok(routed) => drain(routed).await.1,
+            Err(error) => Err(error),
+        };
+        assert!(matches!(end, Err(DispatchError::Deadline { stage: named, .. }) if named == stage), "{end:?}");
+        cluster.until("the worker is told", || silent.cancelled.load(Ordering::SeqCst) == 1).await;
+        assert_eq!(cluster.metric("armature_router_requests_in_flight"), 0.0);
+    }
+}
+
+#[tokio::test]
+async fn a_prompt_that_kills_prefill_workers_does_not_go_on_to_kill_the_others() {
+    for (migration_limit, most) in [(0, 2), (3, 4)] {
+        let cluster = Cluster::with(|settings| settings.migration_limit = migration_limit).await;
+        let (prefill, decode) = halves(&cluster).await;
+        let mut workers = vec![prefill, decode];
+        for (name, role) in [("p2", "prefill"), ("d2", "decode"), ("d3", "decode"), ("d4", "decode")] {
+            workers.push(of_role(&cluster, name, role).await);
+        }
+        workers.iter().for_each(|worker| worker.behave(Behaviour::DieAtOnce));
+        let refused = cluster.generate(&prompt(1, 2)).await.err();
+        assert!(matches!(refused, Some(DispatchError::Worker { .. })), "{refused:?}");
+        assert_eq!(workers.iter().map(|worker| worker.requests().len()).sum::<usize>(), most);
+    }
+}
+
+#[tokio::test]
+async fn prefill_workers_may_be_picked_by_load_and_decode_workers_by_cache() {
+    let cluster = Cluster::with(|settings| settings.prefill_mode = Some(Mode::RoundRobin)).await;
+    let (prefill, decode) = halves(&cluster).await;
+    let (other, cold) = (of_role(&cluster, "p2", "prefill").await, of_role(&cluster, "d2", "decode").await);
+    let tokens = prompt(1, 6);
+    for warm in [&prefill, &decode] {
+        warm.store(&tokens);
+        cluster.until_equal(warm).await;
+    }
+    for _ in 0..4 {
+        drain(cluster.generate(&tokens).await.expect("routed")).await.1.expect("an end");
+    }
+    assert_eq!((prefill.requests().len(), other.requests().len()), (2, 2), "in turn");
+    assert_eq!((decode.requests().len(), cold.requests().len()), (4, 0), "where the blocks are");
+    let metric = |mode: &str| cluster.metric(&format!("armature_router_decisions_total{{mode=\"{mode}\"}}"));
+    assert_eq!((metric("round-robin"), metric("kv")), (4.0, 4.0));
+}
+
+#[tokio::test]
+async fn an_explanation_shows_both_halves() {
+    let policy =
+        ConditionalDisagg { eff_isl_threshold: 16, eff_isl_ratio_threshold: 0.7, prefill_busy_threshold: None };
+    let cluster = Cluster::with(|settings| settings.conditional_disagg = Some(policy)).await;
+    let explain = |tokens: &[u32]| {
+        let request = Generate { model: MODEL.into(), token_ids: tokens.to_vec(), ..Generate::default() };
+        cluster.backend().explain(&request, &RouteOptions::default()).expect("a model")
+    };
+    let decode = of_role(&cluster, "d", "decode").await;
+    let tokens = prompt(1, 6);
+    assert_eq!(explain(&tokens).prefill, None, "there are no prefill workers");
+    let prefill = of_role(&cluster, "p", "prefill").await;
+    until_split(&cluster).await;
+    let split = explain(&tokens);
+    let Some(PrefillChoice::Remote(first)) = split.prefill else { panic!("{split:?}") };
+    assert_eq!(first.outcome.expect("somebody").rank, rank(&prefill));
+    assert_eq!(split.answer.outcome.expect("somebody").rank, rank(&decode));
+    decode.store(&tokens[..16]);
+    cluster.until_equal(&decode).await;
+    assert_eq!(explain(&tokens).prefill, Some(PrefillChoice::Local("few uncached tokens")));
+    assert!(prefill.requests().is_empty() && decode.requests().is_empty(), "nothing was sent");
+}
+
+#[tokio::test]
+async fn prompts_go_past_busy_prefill_workers_where_that_is_wanted() {
+    let policy = ConditionalDisagg { prefill_busy_threshold: Some(8), ..ConditionalDisagg::default() };
+    let cluster = Cluster::with(|settings| settings.conditional_disagg = Some(policy)).await;
+    let (prefill, decode) = halves(&cluster).await;
+    prefill.behave(Behaviour::Silence);
+    let backend = cluster.backend().clone();
+    let request = Generate { model: MODEL.into(), token_ids: prompt(1, 6), ..Generate::default() };
+    let waits = tokio::spawn(async move { backend.generate(request, RouteOptions::default()).await });
+    cluster.until("it is at the prefill worker", || prefill.requests().len() == 1).await;
+    let routed = cluster.generate(&prompt(2, 6)).await.expect("routed");
+    assert_eq!(routed.worker_id, decode.life.instance_id);
+    assert_eq!(drain(routed).await, (vec![1, 2, 3], Ok(())));
+    assert_eq!(prefills(&cluster, "prefill workers busy"), 1.0);
+    waits.abort();
 }
 
 #[tokio::test]

@@ -37,7 +37,10 @@ async fn a_router_that_starts_anew_finds_all_models_though_a_worker_is_stuck() {
 
     let routable = |model: &String| {
         let request = Generate { model: model.clone(), token_ids: prompt(1, 4), ..Generate::default() };
-        again.backend().explain(&request, &RouteOptions::default()).is_ok_and(|explained| explained.outcome.is_ok())
+        again
+            .backend()
+            .explain(&request, &RouteOptions::default())
+            .is_ok_and(|explained| explained.answer.outcome.is_ok())
     };
     again.until("every model is routable", || models.iter().all(routable)).await;
     let listed: BTreeSet<String> =

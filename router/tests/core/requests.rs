@@ -4,10 +4,13 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures::StreamExt;
-use protocol::request_plane::ErrorCode;
+use protocol::request_plane::{ErrorCode, Generate, Stop};
 use router::backend::{Backend, DispatchError, RouteOptions};
 use router::config::Deadlines;
+use router::openai::error::ApiError;
 use routing::Mode;
+use serde_json::json;
+use tokio::time::Instant;
 
 use crate::harness::*;
 use crate::worker::{Behaviour, Life, Worker};
@@ -188,6 +191,62 @@ async fn silence_in_the_middle_has_a_deadline() {
     assert_eq!(tokens, [1]);
     assert_eq!(end, Err(DispatchError::Deadline { stage: "generating", seconds: 0 }));
     cluster.until("the worker is told", || worker.cancelled.load(Ordering::SeqCst) == 1).await;
+}
+
+/// How soon a worker hears of a client that left, and the router has let go of its request.
+const SOON: Duration = Duration::from_secs(1);
+
+#[tokio::test]
+async fn a_client_that_leaves_before_the_first_token_frees_its_place_within_a_second() {
+    let of_role = |name: &str, role: &str| Life { card: json!({"worker_type": role}), ..Life::new(name) };
+    // Whole requests, and those whose prompt is computed elsewhere: in the middle of that, and after it.
+    for (split, silent) in [(false, "d"), (true, "p"), (true, "d")] {
+        let cluster = Cluster::start(Mode::Kv).await;
+        let mut workers = vec![cluster.worker_of(of_role("d", "decode")).await];
+        if split {
+            workers.push(cluster.worker_of(of_role("p", "prefill")).await);
+            cluster.until("requests are split", || cluster.backend().splits(MODEL)).await;
+        }
+        let silent = workers.iter().find(|worker| worker.life.name == silent).expect("one of them");
+        silent.behave(Behaviour::Silence);
+        let backend = cluster.backend().clone();
+        let stop = Some(Stop { max_tokens: 3, ..Stop::default() });
+        let request = Generate { model: MODEL.into(), token_ids: prompt(1, 4), stop, ..Generate::default() };
+        let client = tokio::spawn(async move {
+            let mut routed = backend.generate(request, RouteOptions::default()).await.expect("routed");
+            while routed.stream.next().await.is_some() {}
+        });
+        cluster.until("the worker has it", || silent.requests().len() == 1).await;
+        client.abort();
+        let left = Instant::now();
+        cluster
+            .until("the worker is told, and nothing is booked", || {
+                silent.cancelled.load(Ordering::SeqCst) == 1
+                    && cluster.metric("armature_router_requests_in_flight") == 0.0
+            })
+            .await;
+        assert!(left.elapsed() < SOON, "{split} {}: {:?}", silent.life.name, left.elapsed());
+    }
+}
+
+#[tokio::test]
+async fn whatever_a_worker_says_a_request_ends_and_says_how() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let worker = cluster.worker("a").await;
+    for seed in 0..150 {
+        worker.behave(Behaviour::Babble(seed));
+        cluster.until("it is reachable", || !cluster.backend().workers().iter().any(|worker| worker.unreachable)).await;
+        let end = match cluster.generate(&prompt(1, 2)).await {
+            Ok(routed) => drain(routed).await.1,
+            Err(error) => Err(error),
+        };
+        if let Err(error) = end {
+            let error = ApiError::from(error);
+            assert!(error.status.is_client_error() || error.status.is_server_error(), "{seed}: {error:?}");
+            assert!(!error.message.is_empty());
+        }
+        assert_eq!(cluster.metric("armature_router_requests_in_flight"), 0.0, "{seed}");
+    }
 }
 
 #[tokio::test]

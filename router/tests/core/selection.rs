@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use futures::future::{BoxFuture, FutureExt};
 use protocol::kv_event::StorageTier;
-use protocol::request_plane::Generate;
+use protocol::request_plane::{ErrorCode, Generate};
 use router::backend::{Backend, DispatchError, RouteOptions, Routed, RoutingHints};
 use router::dispatch::Dispatcher;
 use routing::{BusyThresholds, CostOverrides, Exclusion, Mode, Pick, QueuePolicy};
@@ -73,6 +73,40 @@ async fn in_direct_mode_every_request_names_its_worker() {
 }
 
 #[tokio::test]
+async fn a_worker_with_ranks_is_told_which_of_them_is_meant() {
+    let cluster = Cluster::start(Mode::RoundRobin).await;
+    let ranks = Life { card: json!({"runtime_config": {"data_parallel_size": 2}}), ..Life::new("a") };
+    let worker = cluster.worker_of(ranks).await;
+    let sent = || worker.requests().iter().map(|request| request.dp_rank).collect::<Vec<_>>();
+    for _ in 0..2 {
+        assert_eq!(chosen(&cluster, RoutingHints::default()).await, Ok(id(&worker)));
+    }
+    assert_eq!(sent(), [0, 1], "each in turn");
+    let at = |dp_rank| RouteOptions {
+        pinned_worker: Some(id(&worker)),
+        ..hinted(RoutingHints { dp_rank: Some(dp_rank), ..RoutingHints::default() })
+    };
+    for _ in 0..2 {
+        drain(cluster.generate_with(&prompt(1, 1), at(1)).await.expect("routed")).await.1.expect("it ends well");
+    }
+    assert_eq!(sent(), [0, 1, 1, 1]);
+    let refused = cluster.generate_with(&prompt(1, 1), at(2)).await.err();
+    assert_eq!(refused, Some(DispatchError::UnknownWorker(id(&worker))), "it has two");
+    assert_eq!(cluster.metric("armature_router_workers_routable"), 1.0, "one worker, not two");
+}
+
+#[tokio::test]
+async fn where_one_rank_is_full_another_of_the_same_worker_is_asked() {
+    let cluster = Cluster::start(Mode::RoundRobin).await;
+    let ranks = Life { card: json!({"runtime_config": {"data_parallel_size": 2}}), ..Life::new("a") };
+    let worker = cluster.worker_of(ranks).await;
+    worker.behave(Behaviour::Refuse(ErrorCode::Overloaded));
+    assert!(matches!(chosen(&cluster, RoutingHints::default()).await, Err(DispatchError::Overloaded(_))));
+    let asked: Vec<u32> = worker.requests().iter().map(|request| request.dp_rank).collect();
+    assert_eq!(asked, [0, 1], "each once");
+}
+
+#[tokio::test]
 async fn a_request_brings_weights_of_its_own() {
     let cluster = Cluster::start(Mode::Kv).await;
     let (warm, cold) = (cluster.worker("warm").await, cluster.worker("cold").await);
@@ -98,7 +132,7 @@ async fn a_decision_is_explained_before_and_after() {
     cluster.until_equal(&warm).await;
     let request = Generate { model: MODEL.into(), token_ids: prompt(1, 4), ..Generate::default() };
     let excluded = hinted(RoutingHints { excluded: vec![id(&cold)], ..RoutingHints::default() });
-    let before = cluster.backend().explain(&request, &excluded).expect("a model");
+    let before = cluster.backend().explain(&request, &excluded).expect("a model").answer;
     assert_eq!(before.outcome.expect("somebody").rank, rank(&warm));
     let out = before.candidates.iter().find(|row| row.rank == rank(&cold)).expect("every worker is shown");
     assert_eq!(out.exclusion, Some(Exclusion::Excluded));
@@ -285,7 +319,7 @@ async fn what_one_worker_put_into_a_shared_pool_lowers_the_cost_of_the_others() 
     cluster.until_equal(&b).await;
     let row = |worker: &Worker, model: &str| {
         let request = Generate { model: model.into(), token_ids: prompt(1, 8), ..Generate::default() };
-        let explained = cluster.backend().explain(&request, &RouteOptions::default()).expect("a model");
+        let explained = cluster.backend().explain(&request, &RouteOptions::default()).expect("a model").answer;
         let found = explained.candidates.iter().find(|row| row.rank == rank(worker));
         found.map(|row| (row.overlap, row.shared_beyond, row.cost)).expect("every worker is shown")
     };

@@ -20,6 +20,8 @@ use protocol::request_plane::{
     KvQuery, KvSample, KvSampled, Output, Pong, ServerFrame, Welcome, client_frame, decode_frame, encode_frame,
     kv_answer::Kind, server_frame::Body,
 };
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -42,8 +44,10 @@ pub struct Life {
     pub tokenizer: u32,
     /// What its card says of its block hashes, in place of the truth.
     pub probe: Option<Vec<u64>>,
-    /// What else its card says.
+    /// What else its card says,
     pub card: serde_json::Value,
+    /// and the part of it that is ours.
+    pub own: serde_json::Value,
     /// Its labels.
     pub labels: serde_json::Value,
 }
@@ -58,6 +62,7 @@ impl Life {
             tokenizer: 0,
             probe: None,
             card: json!({}),
+            own: json!({}),
             labels: json!({}),
         }
     }
@@ -84,6 +89,8 @@ pub enum Behaviour {
     Stall,
     /// Nothing at all.
     Silence,
+    /// Frames of all kinds with anything in them, the same for the same number, and a failure of any kind; sometimes what is no frame.
+    Babble(u64),
 }
 
 /// What happens to an event message on its way.
@@ -227,6 +234,9 @@ impl Worker {
         });
         for (name, value) in self.life.card.as_object().expect("an object") {
             card[name] = value.clone();
+        }
+        for (name, value) in self.life.own.as_object().expect("an object") {
+            card["armature"][name] = value.clone();
         }
         let channel = entry("events", "transport", json!({"zmq": self.events}));
         let key = |endpoint| entry_key("default", "backend", endpoint, id);
@@ -600,6 +610,15 @@ impl Connection {
             }
             Behaviour::Stall => self.put(id, output(generated + 1)),
             Behaviour::Silence => {}
+            Behaviour::Babble(seed) => {
+                let mut rng = StdRng::seed_from_u64(seed);
+                (0..rng.random_range(0..6)).for_each(|_| self.put(id, babble(&mut rng)));
+                if seed % 25 == 24 {
+                    // A length, and bytes that decode to nothing.
+                    self.out.extend_from_slice(&[0, 0, 0, 3, 255, 255, 255]);
+                }
+                self.put(id, Body::Failed(Failed { code: any(&mut rng).cast_signed(), message: String::new() }));
+            }
             Behaviour::DieBeforeEnd | Behaviour::Answer => {
                 for token in generated + 1..=3 {
                     self.put(id, output(token));
@@ -616,6 +635,34 @@ impl Connection {
         }
         true
     }
+}
+
+/// Something that may come where an answer is expected.
+fn babble(rng: &mut StdRng) -> Body {
+    match rng.random_range(0..6) {
+        0 | 1 => Body::Output(Output {
+            token_ids: (0..rng.random_range(0..4)).map(|_| any(rng)).collect(),
+            first: rng.random(),
+            reused_blocks: any(rng),
+            prompt_blocks: any(rng),
+            ..Output::default()
+        }),
+        2 => Body::Finished(Finished {
+            reason: any(rng).cast_signed(),
+            prompt_tokens: any(rng),
+            completion_tokens: any(rng),
+            reused_tokens: any(rng),
+            disaggregated_params: if rng.random() { "{".into() } else { String::new() },
+            ..Finished::default()
+        }),
+        3 => Body::Pong(Pong { nonce: 0 }),
+        4 => Body::Welcome(Welcome { instance_id: 1, boot_epoch: String::new(), initial_credit: any(rng) }),
+        _ => Body::KvAnswer(KvAnswer { kind: any(rng).cast_signed(), end: true, ..KvAnswer::default() }),
+    }
+}
+
+fn any(rng: &mut StdRng) -> u32 {
+    [0, 1, 2, 255, 256, u32::MAX][rng.random_range(0..6)]
 }
 
 /// A byte-level tokenizer without merges: token `b` is the byte `b`.

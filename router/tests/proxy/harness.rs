@@ -37,19 +37,26 @@ impl Router {
     /// In front of `servers`, whatever their state.
     pub async fn before(servers: &[&Server], flags: &[&str]) -> Self {
         let urls: Vec<String> = servers.iter().map(|server| server.url()).collect();
-        let workers = format!("--workers={}", urls.join(","));
-        let mut arguments = [&["router", workers.as_str()], flags].concat();
-        if !flags.iter().any(|flag| flag.starts_with("--worker-check-interval-secs")) {
-            // Changes are to be seen soon.
-            arguments.push("--worker-check-interval-secs=0.05");
-        }
-        let config = Flags::try_parse_from(arguments).unwrap_or_else(|error| panic!("{error}")).config;
+        Self::before_urls(&urls, flags).await
+    }
+
+    /// The same, by URL.
+    pub async fn before_urls(urls: &[String], flags: &[&str]) -> Self {
+        let config = config(urls, flags);
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound");
         let stop = CancellationToken::new();
         let running = router::service::run(config, listener, stop.clone());
         let task = tokio::spawn(async move { running.await.expect("it runs") });
         Self { address, stop, task }
+    }
+
+    /// Why it does not even start.
+    pub async fn fails(urls: &[String], flags: &[&str]) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let running = router::service::run(config(urls, flags), listener, CancellationToken::new());
+        let ended = tokio::time::timeout(PATIENCE, running).await.expect("it ends in time");
+        format!("{:#}", ended.expect_err("it cannot run"))
     }
 
     /// Ends it, and waits until it has let go of everything.
@@ -108,6 +115,16 @@ impl Router {
     pub async fn until_routable(&self, servers: usize) {
         self.until(&format!("{servers} servers are well"), |metrics| metrics.contains(&routable(servers))).await;
     }
+}
+
+fn config(urls: &[String], flags: &[&str]) -> Config {
+    let workers = format!("--workers={}", urls.join(","));
+    let mut arguments = [&["router", workers.as_str()], flags].concat();
+    if !flags.iter().any(|flag| flag.starts_with("--worker-check-interval-secs")) {
+        // Changes are to be seen soon.
+        arguments.push("--worker-check-interval-secs=0.05");
+    }
+    Flags::try_parse_from(arguments).unwrap_or_else(|error| panic!("{error}")).config
 }
 
 /// Waits for something that servers see.

@@ -96,6 +96,25 @@ async fn an_adapter_is_asked_of_servers_that_have_it() {
 }
 
 #[tokio::test]
+async fn hints_in_a_body_count_as_those_in_headers_do() {
+    let (a, b) = (Server::start("a").await, Server::start("b").await);
+    let router = Router::start(&[&a, &b], &[]).await;
+    let id = router.chat(json!({})).await.header("x-armature-worker-id");
+    let number: u64 = id.parse().expect("a number");
+    let pin = json!({"nvext": {"backend_instance_id": number}});
+    let exclude = json!({"nvext": {"routing_constraints": {"excluded_workers": [number]}}});
+    for _ in 0..3 {
+        assert_eq!(router.chat(pin.clone()).await.header("x-armature-worker-id"), id);
+        assert_ne!(router.chat(exclude.clone()).await.header("x-armature-worker-id"), id);
+    }
+    assert_eq!(router.chat_at("12345", &pin).await.error().0, 400, "header and body name different workers");
+    let bad = router.chat(json!({"nvext": {"router": {"temperature": -1}}})).await;
+    assert_eq!(bad.error().1.as_deref(), Some("nvext.router.temperature"));
+    let seen = a.seen().into_iter().chain(b.seen()).any(|seen| seen.body.windows(5).any(|part| part == b"nvext"));
+    assert!(seen, "the body goes on as it came");
+}
+
+#[tokio::test]
 async fn a_request_can_be_pinned() {
     let (a, b) = (Server::start("a").await, Server::start("b").await);
     let router = Router::start(&[&a, &b], &[]).await;

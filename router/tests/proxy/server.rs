@@ -20,6 +20,7 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
+use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
 /// What it does with requests.
@@ -65,6 +66,8 @@ struct State {
 /// A running server.
 pub struct Server {
     pub address: SocketAddr,
+    /// Present where it speaks TLS.
+    tls: Option<TlsAcceptor>,
     state: Arc<State>,
     task: Option<(CancellationToken, JoinHandle<()>)>,
 }
@@ -72,6 +75,15 @@ pub struct Server {
 impl Server {
     /// It serves the model `tiny`.
     pub async fn start(name: &str) -> Self {
+        Self::start_over(name, None).await
+    }
+
+    /// The same over TLS.
+    pub async fn start_tls(name: &str, tls: TlsAcceptor) -> Self {
+        Self::start_over(name, Some(tls)).await
+    }
+
+    async fn start_over(name: &str, tls: Option<TlsAcceptor>) -> Self {
         let models = json!([{"id": "tiny", "object": "model", "max_model_len": 4096, "parent": null}]);
         let state = State {
             name: name.into(),
@@ -86,13 +98,13 @@ impl Server {
         };
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound");
-        let mut server = Self { address, state: Arc::new(state), task: None };
+        let mut server = Self { address, tls, state: Arc::new(state), task: None };
         server.serve(listener);
         server
     }
 
     fn serve(&mut self, listener: TcpListener) {
-        let (stop, state) = (CancellationToken::new(), self.state.clone());
+        let (stop, state, tls) = (CancellationToken::new(), self.state.clone(), self.tls.clone());
         let stopped = stop.clone();
         let accepting = async move {
             while let Ok((stream, _)) = listener.accept().await {
@@ -103,11 +115,19 @@ impl Server {
                     let state = state.clone();
                     async move { state.answer(request).await }
                 });
-                let connection = http1::Builder::new().serve_connection(TokioIo::new(stream), service);
-                tokio::spawn(async move {
-                    // How a connection ends is what the tests are about.
-                    let _ = stopped.run_until_cancelled(connection).await;
-                });
+                let tls = tls.clone();
+                // How a connection ends is what the tests are about.
+                let connection = async move {
+                    let http = http1::Builder::new();
+                    let _ = match tls {
+                        None => http.serve_connection(TokioIo::new(stream), service).await,
+                        Some(tls) => match tls.accept(stream).await {
+                            Ok(stream) => http.serve_connection(TokioIo::new(stream), service).await,
+                            Err(_) => return,
+                        },
+                    };
+                };
+                tokio::spawn(async move { stopped.run_until_cancelled(connection).await });
             }
         };
         let stopping = stop.clone();
@@ -132,7 +152,7 @@ impl Server {
     }
 
     pub fn url(&self) -> String {
-        format!("http://{}", self.address)
+        format!("{}://{}", if self.tls.is_some() { "https" } else { "http" }, self.address)
     }
 
     /// As the router calls it.

@@ -323,6 +323,11 @@ impl Connection {
             metrics.request_ended(Ending::overloaded);
             return self.fail(id, ErrorCode::Overloaded, format!("over {MAX_STREAMS} streams on one connection"));
         }
+        let (dp_rank, ranks) = (generate.dp_rank, self.service.engine.ranks());
+        if dp_rank >= ranks {
+            metrics.request_ended(Ending::invalid);
+            return self.fail(id, ErrorCode::InvalidRequest, format!("dp_rank {dp_rank} of a worker with {ranks}"));
+        }
         let deadline = Duration::from_millis(generate.deadline_ms.into());
         match self.service.engine.submit(generate) {
             Ok(outputs) => {

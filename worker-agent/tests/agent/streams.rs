@@ -225,6 +225,18 @@ async fn refusals_of_the_engine_reach_the_router_with_their_code() {
 }
 
 #[tokio::test]
+async fn a_rank_that_the_worker_does_not_have_is_refused_as_invalid() {
+    let mut worker = Worker::start(&[]).await;
+    let mut router = worker.router().await;
+    let at = |id, dp_rank| client_frame::Body::Generate(Generate { dp_rank, ..request(id) });
+    router.send(1, at(1, 1)).await;
+    let failed = router.failed(1).await;
+    assert_eq!((failed.code(), failed.message.as_str()), (ErrorCode::InvalidRequest, "dp_rank 1 of a worker with 1"));
+    router.send(2, at(2, 0)).await;
+    assert_eq!(worker.next_submission().await.request.dp_rank, 0);
+}
+
+#[tokio::test]
 async fn engine_failures_and_deadlines_end_only_their_stream() {
     let mut worker = Worker::start(&[]).await;
     let mut router = worker.router().await;

@@ -50,7 +50,7 @@ pub struct Args {
     /// Gives each worker engine hashes of its own for the same content.
     #[arg(long)]
     opaque: bool,
-    /// Churns ours for so many seconds instead, and shows memory.
+    /// Churns ours for so many seconds instead, and compares memory in the first and the last third of them.
     #[arg(long)]
     soak: Option<u64>,
 }

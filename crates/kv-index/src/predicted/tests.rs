@@ -55,6 +55,21 @@ fn a_worker_that_leaves_takes_its_predictions_along() {
 }
 
 #[test]
+fn its_memory_counts_what_is_beside_the_tree() {
+    let (mut predictor, _) = new(Policy::Ttl(s(10)), Limits::default());
+    let empty = predictor.bytes();
+    for n in 0..100 {
+        let path: Vec<u64> = (n * 100..n * 100 + 100).collect();
+        predictor.predict(rank(1, 0), &locals(&path), s(0));
+    }
+    let beside = predictor.bytes() - predictor.stats().bytes;
+    assert!((10_000 * 24..10_000 * 60).contains(&beside), "{beside} for 10,000 blocks");
+    predictor.remove_worker(WorkerId(1));
+    assert_eq!(predictor.bytes() - predictor.stats().bytes, 0);
+    assert!(empty < 1 << 20, "{empty}");
+}
+
+#[test]
 fn predicting_the_same_for_ever_takes_no_more_memory() {
     let (mut predictor, _) = new(Policy::Lru, Limits::default());
     predictor.set_capacity(rank(1, 0), 100);

@@ -156,6 +156,9 @@ pub struct Generate {
     /// JSON, read by workers only; empty: none
     #[prost(string, tag = "14")]
     pub disaggregated_params: ::prost::alloc::string::String,
+    /// which of the worker's data-parallel ranks is to run it; a worker without ranks has rank 0 alone
+    #[prost(uint32, tag = "15")]
+    pub dp_rank: u32,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Sampling {

@@ -10,7 +10,7 @@ use rand::rngs::StdRng;
 use super::*;
 use crate::filter::Target;
 use crate::load::{LoadConfig, NewBooking, Prompt, Reported, RouterId};
-use crate::worker::Role;
+use crate::worker::{KvFormat, Role};
 
 mod limits;
 mod picks;
@@ -36,6 +36,8 @@ struct Scene {
     pinned: Option<Target>,
     excluded: Vec<Target>,
     roles: Roles,
+    partners: Option<Vec<KvFormat>>,
+    mode: Option<Mode>,
     lora: Option<&'static str>,
     revision: Option<&'static str>,
     labels: Vec<(String, String)>,
@@ -60,6 +62,8 @@ impl Scene {
             pinned: None,
             excluded: Vec::new(),
             roles: Roles::WHOLE,
+            partners: None,
+            mode: None,
             lora: None,
             revision: None,
             labels: Vec::new(),
@@ -95,6 +99,8 @@ impl Scene {
             pinned: self.pinned,
             excluded: &self.excluded,
             roles: self.roles,
+            partners: self.partners.as_deref(),
+            mode: self.mode,
             lora: self.lora,
             revision: self.revision,
             labels: &self.labels,

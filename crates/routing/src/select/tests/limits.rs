@@ -37,6 +37,25 @@ fn roles_are_a_set() {
 }
 
 #[test]
+fn a_half_goes_only_where_kv_fits() {
+    let mut scene = Scene::new(Mode::Kv, 3);
+    let kv = |revision: &str| KvFormat { revision: Some(revision.into()), ..KvFormat::default() };
+    (1..=2).for_each(|id| scene.worker(id).kv = kv("r1"));
+    scene.worker(3).kv = kv("r2");
+    scene.partners = Some(vec![kv("r2")]);
+    assert_eq!((scene.chosen(), scene.exclusions()), (3, vec![Some(KvDiffers), Some(KvDiffers), None]));
+    scene.partners = Some(vec![kv("r3"), kv("r1")]);
+    assert_eq!(scene.exclusions(), [None, None, Some(KvDiffers)]);
+    scene.partners = Some(vec![KvFormat::default()]);
+    assert_eq!(scene.exclusions(), [None; 3], "a worker that says nothing fits all");
+    scene.partners = Some(vec![kv("r3")]);
+    assert_eq!(scene.decide(), Err(Refusal::NoPartner));
+    scene.worker(1).kv = kv("r3");
+    scene.worker(1).draining = true;
+    assert_eq!(scene.decide(), Err(Refusal::AllOut), "the one that fits is away");
+}
+
+#[test]
 fn adapters_revisions_and_labels_are_required_where_asked_for() {
     let mut scene = Scene::new(Mode::Kv, 3);
     scene.lora = Some("poet");

@@ -74,6 +74,29 @@ fn a_turn_of_one_model_or_role_is_none_of_another() {
 }
 
 #[test]
+fn a_request_may_be_picked_for_in_another_way() {
+    let mut scene = Scene::new(Mode::Kv, 3);
+    scene.run(1, 160, 160);
+    scene.mode = Some(Mode::RoundRobin);
+    assert_eq!((scene.chosen(), scene.chosen(), scene.chosen(), scene.chosen()), (1, 2, 3, 1));
+    assert_eq!(scene.explain().mode, Mode::RoundRobin);
+    scene.mode = None;
+    assert_ne!(scene.chosen(), 1, "by cost");
+}
+
+#[test]
+fn a_peek_takes_nobodys_turn() {
+    let mut scene = Scene::new(Mode::RoundRobin, 3);
+    let peek = |scene: &mut Scene| {
+        scene.ask(|selector, set, request, overlaps, load, rng| selector.peek(set, request, overlaps, load, rng))
+    };
+    for turn in [1, 2, 3, 1] {
+        let seen = [peek(&mut scene), peek(&mut scene)].map(|outcome| outcome.expect("somebody").rank.worker.0);
+        assert_eq!((seen, scene.chosen()), ([turn, turn], turn));
+    }
+}
+
+#[test]
 fn random_reaches_everybody() {
     let mut scene = Scene::new(Mode::Random, 3);
     let seen = counts(&mut scene, 300);
