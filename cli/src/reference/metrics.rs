@@ -62,7 +62,9 @@ fn worker() -> String {
         EngineInfo { block_size, total_blocks: 1, max_num_seqs: 1, max_num_batched_tokens: 1, context_length: 16 };
     let mut metrics = worker_agent::metrics::Metrics::new(&engine);
     // Only of workers beside a server.
-    RemoteMetrics::default().register(metrics.registry_mut());
+    let remote = RemoteMetrics::default();
+    remote.refused("");
+    remote.register(metrics.registry_mut());
     metrics.request_ended(Ending::eos);
     metrics.transfer.failures(Failure::lost);
     metrics.encode(EngineLoad::default())

@@ -178,7 +178,7 @@ mod tests {
     #[test]
     fn what_is_missing_or_broken_is_named() {
         assert_eq!(of(&[]).expect_err("nothing there").name, "tokenizer.json");
-        let broken = of(&[tokenizer(), ("generation_config.json", json!([1]))]).expect_err("no object");
+        let broken = of(&[tokenizer(), ("generation_config.json", json!("x"))]).expect_err("no object");
         assert_eq!(broken.name, "generation_config.json");
         let unreadable = super::read(|_| Err("permission denied".into())).expect_err("unreadable");
         assert_eq!(unreadable.to_string(), "tokenizer.json: permission denied");

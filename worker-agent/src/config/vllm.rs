@@ -16,11 +16,12 @@ pub struct VllmConfig {
     /// With `--engine vllm`: the server beside this worker
     #[arg(long, default_value = "http://127.0.0.1:8000")]
     pub vllm_url: String,
-    /// With `--engine vllm`: directory with the model's tokenizer.json and tokenizer_config.json
+    /// With `--engine vllm`: directory with the model's tokenizer.json and tokenizer_config.json, or its place in a cache of
+    /// Hugging Face's libraries (models--org--name)
     #[arg(long)]
     pub model_path: Option<PathBuf>,
     /// Where vLLM publishes its KV events: tcp://HOST:PORT, or tcp://*:PORT if it connects to that port here; add
-    /// ;replay=tcp://HOST:PORT where it sends past events again. Without it routers guess what is cached
+    /// ;replay=tcp://HOST:PORT where it sends past events again. Without it routers do not know what is cached
     #[arg(long)]
     pub vllm_kv_events: Option<EventSource>,
     /// Data-parallel rank of vLLM that this worker stands for; each rank has a worker of its own
@@ -29,13 +30,13 @@ pub struct VllmConfig {
     /// vLLM schedules by priority (its `--scheduling-policy priority`): requests carry theirs
     #[arg(long)]
     pub vllm_priority: bool,
-    /// Tokens per KV block, where vLLM does not tell
+    /// Tokens per KV block [default: what vLLM says]
     #[arg(long)]
     pub vllm_block_size: Option<u32>,
-    /// KV blocks, where vLLM does not tell
+    /// KV blocks [default: what vLLM says]
     #[arg(long)]
     pub vllm_kv_blocks: Option<usize>,
-    /// Most tokens of prompt and answer together, where vLLM does not tell
+    /// Most tokens of prompt and answer together [default: what vLLM says]
     #[arg(long)]
     pub vllm_context_length: Option<usize>,
     /// vLLM's `--max-num-seqs`, which it does not tell

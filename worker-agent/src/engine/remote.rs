@@ -31,30 +31,29 @@ use super::{ArenaEvent, Engine, EngineInfo, EngineLoad, EngineOutput, SubmitErro
 use blocks::{Held, Listener};
 use dialect::Dialect;
 use http::Server;
-pub use http::{HttpError, Stage};
 use load::Load;
 use metrics::RemoteMetrics;
-pub use watch::{NotReady, wait_until_ready};
+pub use watch::NotReady;
 
 /// What an engine of this kind needs to know beside its dialect.
 #[derive(Debug)]
-pub struct RemoteOptions {
+struct RemoteOptions {
     /// Fixed properties.
-    pub info: EngineInfo,
+    info: EngineInfo,
     /// Requests that the server may have at once; more are refused.
-    pub max_requests: usize,
+    max_requests: usize,
     /// Tokens that end an answer.
-    pub eos_token_ids: Vec<u32>,
+    eos_token_ids: Vec<u32>,
     /// Where the server publishes its KV events.
-    pub events: Option<EventSource>,
+    events: Option<EventSource>,
     /// Where we listen, if the server connects to us.
-    pub events_bind: std::net::IpAddr,
+    events_bind: std::net::IpAddr,
     /// Its rank, where it has several; events of others are left out.
-    pub dp_rank: u32,
+    dp_rank: u32,
     /// Time from a request to its first token.
-    pub first_token_max: Duration,
+    first_token_max: Duration,
     /// Time between two tokens.
-    pub token_max: Duration,
+    token_max: Duration,
 }
 
 /// The engine. Dropping it stops all that it does.

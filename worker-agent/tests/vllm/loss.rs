@@ -7,8 +7,10 @@ use clap::Parser;
 use kv_index::KvEventData;
 use protocol::request_plane::ErrorCode;
 use tokio_util::sync::CancellationToken;
+use worker_agent::admin;
 use worker_agent::agent::{self, Listeners, ModelInfo};
 use worker_agent::config::Config;
+use worker_agent::drain::Drain;
 use worker_agent::engine::remote::metrics::RemoteMetrics;
 use worker_agent::engine::remote::vllm::{ConnectError, wait};
 use worker_agent::engine::{Engine, SubmitError};
@@ -116,6 +118,18 @@ async fn a_worker_whose_server_is_killed_leaves() {
     assert!(ended.is_err(), "nobody asked it to end");
     assert_eq!(entries(), 0, "routers find it no more");
     assert!(engine.lost().is_some());
+}
+
+#[tokio::test]
+async fn a_process_that_waits_for_its_server_lives_and_is_not_ready() {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+    let (address, drain) = (listener.local_addr().expect("bound"), Arc::new(Drain::default()));
+    let serving = tokio::spawn(admin::serve_waiting(listener, drain.clone()));
+    assert!(page(address, "/live").await.starts_with("HTTP/1.1 200"));
+    let ready = page(address, "/ready").await;
+    assert!(ready.starts_with("HTTP/1.1 503") && ready.contains("waiting for the engine"), "{ready}");
+    drain.stop();
+    within("its end", serving).await.expect("no panic");
 }
 
 async fn page(address: std::net::SocketAddr, path: &str) -> String {

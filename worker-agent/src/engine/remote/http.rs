@@ -30,7 +30,7 @@ const MAX_ANSWER: usize = 32 << 20;
 
 /// Where a request stood when its time was up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stage {
+pub(super) enum Stage {
     /// Until the answer begins.
     Answer,
     /// Until the first token.
@@ -54,7 +54,7 @@ impl fmt::Display for Stage {
 
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
-pub enum HttpError {
+pub(super) enum HttpError {
     /// Nobody listens there.
     #[error("nobody listens there")]
     Refused,

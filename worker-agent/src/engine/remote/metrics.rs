@@ -31,7 +31,7 @@ pub struct RemoteMetrics {
 
 impl RemoteMetrics {
     /// Event messages, and events, that were of no use for this reason.
-    pub(super) fn refused(&self, reason: &'static str) -> Counter {
+    pub fn refused(&self, reason: &'static str) -> Counter {
         self.refused.get_or_create(&ReasonLabel { reason }).clone()
     }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use hyper::body::Incoming;
 use kv_hashing::HashSpace;
-use protocol::request_plane::{ErrorCode, FinishReason, Generate};
+use protocol::request_plane::{ErrorCode, FinishReason, Generate, TokenLogprobs};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -155,7 +155,7 @@ struct Answer<'a> {
     reused_blocks: usize,
     /// Prompt tokens whose KV the server says it reused.
     reused_tokens: Option<usize>,
-    prompt_logprobs: Vec<protocol::request_plane::TokenLogprobs>,
+    prompt_logprobs: Vec<TokenLogprobs>,
     end: Option<End>,
     disaggregated_params: Option<String>,
 }
@@ -306,7 +306,7 @@ impl<'a> Answer<'a> {
         }
     }
 
-    fn first(&mut self, token: u32, logprobs: Option<protocol::request_plane::TokenLogprobs>) -> EngineOutput {
+    fn first(&mut self, token: u32, logprobs: Option<TokenLogprobs>) -> EngineOutput {
         self.counted.prefilled();
         let size = self.shared.info.block_size.get();
         EngineOutput::First {

@@ -32,7 +32,7 @@ pub struct NotReady {
 }
 
 /// Looks until `look` succeeds, at most `limit`.
-pub async fn wait_until_ready<T, E: std::fmt::Display, F: Future<Output = Result<T, E>>>(
+pub(super) async fn wait_until_ready<T, E: std::fmt::Display, F: Future<Output = Result<T, E>>>(
     url: &str,
     limit: Duration,
     mut look: impl FnMut() -> F,

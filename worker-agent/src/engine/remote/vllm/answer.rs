@@ -237,7 +237,7 @@ mod tests {
         assert_eq!(refusal(404, br#"{"error":{"message":"no model"}}"#), Refusal::Failed("no model".into()));
         assert_eq!(refusal(400, br#"{"object":"error","message":"old"}"#), Refusal::Invalid("old".into()));
         assert_eq!(refusal(503, b"busy\nmore"), Refusal::Overloaded("503 busy".into()));
-        for broken in ["", "{}x", "[]", r#"{"choices":[{"text":"no ids"}]}"#, r#"{"choices":[{"token_ids":["x"]}]}"#] {
+        for broken in ["", "{}x", "[1]", r#"{"choices":[{"text":"no ids"}]}"#, r#"{"choices":[{"token_ids":["x"]}]}"#] {
             assert!(matches!(read(broken.as_bytes()), Err(Refusal::Failed(_))), "{broken}");
         }
         let few = r#"{"choices":[{"token_ids":[1,2],"logprobs":{"tokens":["token_id:1"],"token_logprobs":[-1]}}]}"#;
