@@ -62,6 +62,8 @@ fn worker() -> String {
     let metrics = worker_agent::metrics::Metrics::new(&engine);
     metrics.request_ended(Ending::eos);
     metrics.transfer.failures(Failure::lost);
+    metrics.transfer.sent_bytes("");
+    metrics.transfer.received_bytes("");
     metrics.encode(EngineLoad::default())
 }
 
