@@ -44,7 +44,7 @@ pub use tcp::Tcp;
 pub use wire::Refusal;
 
 /// Bytes that are moved in one go: they stay in a core's cache until they are hashed.
-const PIECE: usize = 256 << 10;
+const PIECE: usize = 64 << 10;
 
 /// Most fetches at once; others wait for their turn. More would only share the same wire.
 const MAX_FETCHES: usize = 8;
@@ -82,6 +82,17 @@ pub enum Transports {
     Tcp,
     /// Shared memory alone.
     Shm,
+}
+
+impl Transports {
+    /// As the flag has it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Tcp => "tcp",
+            Self::Shm => "shm",
+        }
+    }
 }
 
 /// What a worker says of itself to those that fetch from it, and wants of those it fetches from.
@@ -133,7 +144,7 @@ pub fn open(
         offers.push(Offer { backend: tcp::BACKEND.into(), address: options.address.clone() });
     }
     let (boot_epoch, revision) = (options.boot_epoch.clone(), options.revision.clone());
-    let describe = Box::new(describe(offers, options, exchange.layout()));
+    let describe = Box::new(describe(offers, options, exchange.layout(), lane.clone()));
     exchange.open(Terms { lifetime, describe });
     let desk = Desk { exchange: exchange.clone(), boot_epoch, revision: revision.clone(), metrics: metrics.clone() };
     let server = Server { tcp, shm, lane: lane.clone(), desk: Arc::new(desk) };
@@ -149,8 +160,9 @@ fn shared_memory(exchange: &Exchange) -> Option<shm::Listener> {
     listener.inspect_err(|error| tracing::warn!(%error, "KV blocks are not shared with workers of this host")).ok()
 }
 
-/// What says where a lease's blocks are.
-fn describe(offers: Vec<Offer>, options: Options, layout: KvLayout) -> impl Fn(&Lease) -> String {
+/// What says where a lease's blocks are. Their checksums are computed meanwhile: until somebody asks for the blocks, a router
+/// has to find out who.
+fn describe(offers: Vec<Offer>, options: Options, layout: KvLayout, lane: Arc<Lane>) -> impl Fn(&Arc<Lease>) -> String {
     let source = Source {
         offers,
         boot_epoch: options.boot_epoch,
@@ -160,7 +172,19 @@ fn describe(offers: Vec<Offer>, options: Options, layout: KvLayout) -> impl Fn(&
         layout,
         blocks: Vec::new(),
     };
-    move |lease| Source { lease: lease.id(), blocks: lease.blocks().collect(), ..source.clone() }.to_json()
+    move |lease| {
+        let checked = Arc::downgrade(lease);
+        lane.handle().spawn(async move {
+            let mut index = 0;
+            while let Some(lease) = checked.upgrade().filter(|lease| index < lease.blocks().len()) {
+                lease.checksum(index);
+                index += 1;
+                drop(lease);
+                tokio::task::yield_now().await;
+            }
+        });
+        Source { lease: lease.id(), blocks: lease.blocks().collect(), ..source.clone() }.to_json()
+    }
 }
 
 impl Engine for Transfers {

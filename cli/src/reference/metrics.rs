@@ -67,6 +67,8 @@ fn worker() -> String {
     remote.register(metrics.registry_mut());
     metrics.request_ended(Ending::eos);
     metrics.transfer.failures(Failure::lost);
+    metrics.transfer.sent_bytes("");
+    metrics.transfer.received_bytes("");
     metrics.encode(EngineLoad::default())
 }
 

@@ -22,7 +22,7 @@ pub struct TransferConfig {
     /// How KV blocks travel between workers: `auto` takes shared memory within a host, and TCP otherwise
     #[arg(long, value_enum, default_value_t = Transports::Auto)]
     pub kv_transfer: Transports,
-    /// Time for fetching a prompt's KV, in milliseconds, and 50 more for each MiB; after that it is computed
+    /// Time for fetching a prompt's KV, in milliseconds, and 100 more for each MiB; after that it is computed
     #[arg(long, default_value_t = 2000)]
     pub kv_transfer_timeout_ms: u64,
 }

@@ -14,11 +14,34 @@ use crate::engine::builtin::exchange::Reservation;
 
 /// Longest wait for a connection and its greeting.
 const GREETING: Duration = Duration::from_secs(1);
-/// Time for a mebibyte of blocks: 20 MB/s, a slow network. At that speed 16 tokens of a small model (360 KiB) take 18 ms,
-/// about a tenth of the time that computing them takes.
-const PER_MIB: Duration = Duration::from_millis(50);
+/// Time for a mebibyte of blocks: 10 MB/s, a slow network or a machine without an idle core. At that speed 16 tokens of a small
+/// model (360 KiB) take 36 ms, less than computing them takes.
+const PER_MIB: Duration = Duration::from_millis(100);
 /// Time for ending a lease that is not fetched.
 const RELEASE: Duration = Duration::from_secs(1);
+
+/// Bytes that come at full speed beside running sequences, and the pause after them. That is some hundreds of megabytes per
+/// second: more would cost a step that waits for memory more than its share.
+const BURST: usize = 1 << 20;
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// Keeps the memory free for running sequences.
+#[derive(Default)]
+pub(super) struct Pace {
+    burst: usize,
+}
+
+impl Pace {
+    /// After each block. Others move blocks on this thread, too; and the request may be cancelled.
+    pub(super) async fn moved(&mut self, into: &Reservation) {
+        self.burst += into.block_bytes();
+        if self.burst < BURST || !into.is_beside_others() {
+            return tokio::task::yield_now().await;
+        }
+        self.burst = 0;
+        tokio::time::sleep(PAUSE).await;
+    }
+}
 
 /// One time limit over all stages.
 #[derive(Clone, Copy)]

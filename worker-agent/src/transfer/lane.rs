@@ -10,8 +10,7 @@ use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
 use tokio_util::task::AbortOnDropHandle;
 
-/// The weakest claim that a thread can have beside others: 15 parts beside 1024 of one of priority 0.
-const NICE: i32 = 19;
+mod priority;
 
 /// The thread. It ends, with all that runs on it, when this is dropped.
 pub struct Lane {
@@ -26,7 +25,7 @@ impl Lane {
         let handle = runtime.handle().clone();
         let (running, dropped) = oneshot::channel();
         std::thread::Builder::new().name("kv-transfer".into()).spawn(move || {
-            if let Err(error) = rustix::process::setpriority_process(None, NICE) {
+            if let Err(error) = priority::lower() {
                 tracing::warn!(%error, "KV transfers run at the priority of the engine");
             }
             // Nothing is ever sent.

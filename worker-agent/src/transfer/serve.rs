@@ -15,7 +15,6 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio::time::MissedTickBehavior;
 use tokio_util::task::TaskTracker;
-use xxhash_rust::xxh3::xxh3_64;
 
 use super::lane::Lane;
 use super::metrics::TransferMetrics;
@@ -265,7 +264,8 @@ impl Desk {
         let sent = self.metrics.sent_bytes(tcp::BACKEND);
         for (index, hash) in indexes.into_iter().zip(pull.blocks) {
             let bytes = lease.bytes(index);
-            let head = frame(Answer::Block(BlockHead { hash, bytes: bytes.len() as u32, checksum: xxh3_64(bytes) }));
+            let head =
+                frame(Answer::Block(BlockHead { hash, bytes: bytes.len() as u32, checksum: lease.checksum(index) }));
             let (first, rest) = bytes.split_at(bytes.len().min(PIECE));
             write(socket, head.chain(first)).await?;
             for piece in rest.chunks(PIECE) {
@@ -283,7 +283,7 @@ impl Desk {
         let sent = self.metrics.sent_bytes(shm::BACKEND);
         for (index, hash) in indexes.into_iter().zip(pull.blocks) {
             let bytes = lease.bytes(index);
-            let (offset, checksum) = (lease.offset(index), xxh3_64(bytes));
+            let (offset, checksum) = (lease.offset(index), lease.checksum(index));
             let place = BlockPlace { hash, bytes: bytes.len() as u32, checksum, offset };
             send(socket, Answer::Place(place)).await?;
             lease.touch();

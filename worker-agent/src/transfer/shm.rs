@@ -14,7 +14,7 @@ use futures::future::BoxFuture;
 use tokio::net::UnixStream;
 use xxhash_rust::xxh3::Xxh3;
 
-use super::client::{Client, Deadline};
+use super::client::{Client, Deadline, Pace};
 use super::wire::{Answer, BlockPlace};
 use super::{KvTransport, PIECE, Source, Stage, TransferError};
 use crate::engine::builtin::exchange::Reservation;
@@ -55,14 +55,14 @@ impl KvTransport for Shm {
         Box::pin(async move {
             let (mut client, memory) = connect(source, address, Deadline::greeting(self.timeout)).await?;
             client.deadline = Deadline::blocks(self.timeout, into);
+            let mut pace = Pace::default();
             for hash in client.ask(source.lease, into).await? {
                 let place = match client.answer(Stage::Blocks).await? {
                     Answer::Place(place) => place,
                     other => return Err(TransferError::Protocol(format!("{other:?} in place of a block"))),
                 };
                 copy(&memory, hash, &place, into, client.deadline)?;
-                // Others move blocks on this thread, too; and the request may be cancelled.
-                tokio::task::yield_now().await;
+                pace.moved(into).await;
             }
             client.finish(source.lease).await;
             Ok(())

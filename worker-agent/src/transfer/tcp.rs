@@ -7,7 +7,7 @@ use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
 use xxhash_rust::xxh3::Xxh3;
 
-use super::client::{Client, Deadline};
+use super::client::{Client, Deadline, Pace};
 use super::wire::Answer;
 use super::{KvTransport, PIECE, Source, Stage, TransferError};
 use crate::engine::builtin::exchange::Reservation;
@@ -42,8 +42,10 @@ impl KvTransport for Tcp {
         Box::pin(async move {
             let mut client = connect(source, address, Deadline::greeting(self.timeout)).await?;
             client.deadline = Deadline::blocks(self.timeout, into);
+            let mut pace = Pace::default();
             for hash in client.ask(source.lease, into).await? {
                 receive(&mut client, hash, into).await?;
+                pace.moved(into).await;
             }
             client.finish(source.lease).await;
             Ok(())

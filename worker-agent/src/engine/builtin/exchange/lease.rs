@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use kv_hashing::SequenceHash;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::engine::builtin::BlockId;
 use crate::engine::builtin::arena::KvArena;
@@ -20,8 +21,8 @@ const MAX_LEASES: usize = 4096;
 pub struct Terms {
     /// How long a lease lasts from its last progress.
     pub lifetime: Duration,
-    /// What whoever fetches the blocks must be told.
-    pub describe: Box<dyn Fn(&Lease) -> String + Send + Sync>,
+    /// What whoever fetches the blocks must be told; called on the engine's thread for each lease that begins.
+    pub describe: Box<dyn Fn(&Arc<Lease>) -> String + Send + Sync>,
 }
 
 /// The lease has ended, or never was.
@@ -36,11 +37,14 @@ pub struct Lease {
     arena: Arc<KvArena>,
     shared: Arc<Shared>,
     progress: Mutex<Instant>,
+    /// Parallel to `blocks`.
+    checksums: Vec<OnceLock<u64>>,
 }
 
 impl Lease {
     pub(super) fn new(id: u64, blocks: Vec<(SequenceHash, BlockId)>, arena: Arc<KvArena>, shared: Arc<Shared>) -> Self {
-        Self { id, blocks, arena, shared, progress: Mutex::new(Instant::now()) }
+        let checksums = blocks.iter().map(|_| OnceLock::new()).collect();
+        Self { id, blocks, arena, shared, progress: Mutex::new(Instant::now()), checksums }
     }
 
     /// Names the lease; not to be guessed.
@@ -61,6 +65,14 @@ impl Lease {
         // SAFETY: the block was computed, cached and held when the lease was made, and the lease holds it: nobody writes to it
         // before the lease is dropped, which the slice borrows.
         unsafe { self.arena.block(self.blocks[index].1) }
+    }
+
+    /// XXH3-64 of the block at `index`, computed when it is first wanted.
+    ///
+    /// # Panics
+    /// When there are not so many blocks.
+    pub fn checksum(&self, index: usize) -> u64 {
+        *self.checksums[index].get_or_init(|| xxh3_64(self.bytes(index)))
     }
 
     /// Where the block at `index` begins in the arena's memory, in bytes.

@@ -89,6 +89,11 @@ impl Reservation {
         self.complete - self.here
     }
 
+    /// Whether sequences run beside it.
+    pub fn is_beside_others(&self) -> bool {
+        self.shared.is_running()
+    }
+
     /// Bytes of each block.
     pub fn block_bytes(&self) -> usize {
         self.arena.shape().block_bytes()

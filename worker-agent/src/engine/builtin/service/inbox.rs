@@ -74,6 +74,11 @@ impl Shared {
         }
     }
 
+    /// Whether there are sequences in the running batch.
+    pub(in crate::engine::builtin) fn is_running(&self) -> bool {
+        self.load.running.load(Relaxed) > 0
+    }
+
     pub(super) fn load(&self) -> EngineLoad {
         let in_inbox = {
             let inbox = self.inbox.lock();
