@@ -132,7 +132,7 @@ fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source:
     let engine = worker.engine.clone().unwrap_or_default();
     let (computes, engine_args) = match &engine.vllm {
         None => (image, built_in_args(&model_path, &engine.built_in.unwrap_or_default())),
-        Some(vllm) => (vllm.image.as_str(), vllm::worker_args(source)?),
+        Some(vllm) => (vllm.image.as_str(), vllm::worker_args(vllm, source)?),
     };
     let args = args(spec, computes, grace_s, engine_args);
     let mut container = pod::container("worker", image, pull_policy, args, &env, &ports);
