@@ -17,6 +17,7 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use worker_agent::engine::builtin::open::{OpenOptions, fits};
 use worker_agent::source::{Cache, ModelSource};
+use worker_agent::transfer::Transports;
 
 use crate::commands;
 use crate::outcome::{Failure, Outcome, cannot_listen};
@@ -38,6 +39,9 @@ pub struct Up {
     /// How many of the workers only compute prompts, for the others to go on with: disaggregated serving
     #[arg(long, default_value_t = 0)]
     pub prefill_workers: u16,
+    /// How KV blocks travel from those to the others: `auto` is shared memory
+    #[arg(long, value_enum, default_value_t = Transports::Auto)]
+    pub kv_transfer: Transports,
     /// Port of the OpenAI API; 0 takes a free one
     #[arg(long, default_value_t = 8000)]
     pub port: u16,

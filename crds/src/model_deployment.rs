@@ -54,7 +54,9 @@ pub struct ModelDeploymentSpec {
     #[x_kube(
         merge_strategy = ListMerge::Map(vec!["name".into()]),
         validation = Rule::new("self.exists(p, p.role == 'prefill') == self.exists(p, p.role == 'decode')")
-            .message("roles prefill and decode need each other; add the missing pool or use role aggregated")
+            .message("roles prefill and decode need each other; add the missing pool or use role aggregated"),
+        validation = Rule::new("self.all(p, has(p.engine) && has(p.engine.vllm)) || !self.exists(p, has(p.engine) && has(p.engine.vllm))")
+            .message("pools of one model share one kind of engine: all of them vllm, or none")
     )]
     pub pools: Vec<Pool>,
     /// Image of all pods; the operator's own where missing.
@@ -82,8 +84,8 @@ pub struct Model {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 256))]
     pub name: Option<String>,
-    /// Where its GGUF file is: hf://org/name (then @revision and /file.gguf where wanted), pvc://claim/path, or file:///path on the
-    /// nodes, below a directory that the operator may mount.
+    /// Where its GGUF file is (for vLLM: its directory): hf://org/name (then @revision and /file.gguf where wanted),
+    /// pvc://claim/path, or file:///path on the nodes, below a directory that the operator may mount.
     #[schemars(length(max = 1024))]
     #[x_kube(validation = Rule::new(SOURCE_RULE).message(SOURCE_MESSAGE))]
     pub source: String,

@@ -3,6 +3,8 @@
 //! The operator writes it from a `ModelDeployment`; whoever scales it (planner, autoscaler, a person) owns `spec.replicas`
 //! from then on.
 
+mod vllm;
+
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{EnvVar, Toleration};
@@ -13,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::model_deployment::{Model, PullPolicy};
 use crate::quantity::Resources;
+pub use vllm::Vllm;
 
 /// Worker pods of one role, all alike.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, CustomResource, KubeSchema)]
@@ -74,7 +77,7 @@ pub struct WorkerTemplate {
     /// The engine that computes; the built-in one where missing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<Engine>,
-    /// Resources of the worker container.
+    /// Resources of the container that computes: the worker, or the server beside it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resources: Option<Resources>,
     /// Labels a node must have.
@@ -83,7 +86,7 @@ pub struct WorkerTemplate {
     /// Taints its pods tolerate.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tolerations: Vec<Toleration>,
-    /// More environment variables of the worker container, for example HF_TOKEN from a Secret.
+    /// More environment variables of the pod's containers, for example HF_TOKEN from a Secret.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub env: Vec<EnvVar>,
     /// More arguments of `armature worker`.
@@ -96,12 +99,16 @@ pub struct WorkerTemplate {
 }
 
 /// The engine of a pool. One of its fields is set.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("!(has(self.builtIn) && has(self.vllm))").message("a pool has one engine: builtIn or vllm"))]
 pub struct Engine {
     /// The engine that is part of this program.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub built_in: Option<BuiltIn>,
+    /// A vLLM server beside the worker.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vllm: Option<Vllm>,
 }
 
 /// Settings of the built-in engine. What is missing keeps the worker's own default.

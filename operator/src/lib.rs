@@ -49,15 +49,13 @@ pub enum OperatorError {
     /// A client cannot be made from it.
     #[error("Kubernetes client: {0}")]
     Client(#[from] kube::Error),
-    /// The Lease went to another operator, or could not be renewed. Starting again is safe and the right thing to do.
-    #[error("lost the Lease {0}")]
-    LostLease(String),
 }
 
 /// Runs until `shutdown`: takes part in the election, reconciles while elected, serves health and metrics on `listener`.
 ///
-/// The cluster is the one of `KUBECONFIG`, or that of the pod. Ends with an error when leadership is lost: a process that
-/// may have been overtaken must not go on.
+/// The cluster is the one of `KUBECONFIG`, or that of the pod. When leadership is lost, all that runs is dropped at once, since
+/// another may act by now, and the operator is a candidate again. It does not end: while the API server is away the kubelet
+/// would restart it after longer and longer pauses.
 pub async fn run(config: Config, listener: TcpListener, shutdown: CancellationToken) -> Result<(), OperatorError> {
     // Its source is the kubeconfig's error; its own text adds only that the variables of a pod are missing.
     let mut cluster = kube::Config::infer().await.map_err(|error| {
@@ -92,20 +90,22 @@ pub async fn run_with(
     tasks.close();
 
     let context = Arc::new(Context::new(client, config.settings(), metrics.clone(), config.identity.clone()));
-    let outcome = tokio::select! {
-        () = shutdown.cancelled() => Ok(()),
-        () = elected(&mut seen) => {
-            tracing::info!(identity = config.identity, "elected");
-            metrics.leads(true);
-            lead(context, &config, &mut seen, &shutdown).await
+    while !shutdown.is_cancelled() {
+        tokio::select! {
+            () = shutdown.cancelled() => {}
+            () = elected(&mut seen) => {
+                tracing::info!(identity = config.identity, "elected");
+                metrics.leads(true);
+                lead(context.clone(), &config, &mut seen, &shutdown).await;
+                metrics.leads(false);
+            }
         }
-    };
-    metrics.leads(false);
+    }
     end.cancel();
     if tokio::time::timeout(END_DEADLINE, tasks.wait()).await.is_err() {
         tracing::warn!("connections or the Lease did not end within {} s", END_DEADLINE.as_secs());
     }
-    outcome
+    Ok(())
 }
 
 /// Runs the controllers for one term.
@@ -114,20 +114,19 @@ async fn lead(
     config: &Config,
     seen: &mut watch::Receiver<Standing>,
     shutdown: &CancellationToken,
-) -> Result<(), OperatorError> {
+) {
     let controllers = controllers::run(context, config.namespace.as_deref(), shutdown.clone());
     let ended = async {
         shutdown.cancelled().await;
         tokio::time::sleep(END_DEADLINE).await;
     };
     tokio::select! {
-        () = controllers => Ok(()),
-        () = ended => {
-            tracing::warn!("reconciles did not end within {} s", END_DEADLINE.as_secs());
-            Ok(())
-        }
+        () = controllers => {}
+        () = ended => tracing::warn!("reconciles did not end within {} s", END_DEADLINE.as_secs()),
         // Whatever runs is dropped at once.
-        _ = seen.wait_for(|standing| !standing.leads) => Err(OperatorError::LostLease(config.lease_name.clone())),
+        _ = seen.wait_for(|standing| !standing.leads) => {
+            tracing::warn!(lease = config.lease_name, "lost the Lease; a candidate again");
+        }
     }
 }
 

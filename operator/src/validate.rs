@@ -24,6 +24,11 @@ pub enum Invalid {
         /// The allowed directories, or `none`.
         allowed: String,
     },
+    /// vLLM reads directories of the Hugging Face layout.
+    #[error(
+        "spec.model.source names one file; vLLM reads the directory of a model, with config.json and tokenizer.json in it"
+    )]
+    OneFile,
     /// An object without a namespace or UID did not come from an API server.
     #[error("the object has no {0}")]
     Incomplete(&'static str),
@@ -33,7 +38,7 @@ impl Invalid {
     /// Reason for conditions, events and metrics.
     pub fn reason(&self) -> &'static str {
         match self {
-            Self::Source(_) => "InvalidSource",
+            Self::Source(_) | Self::OneFile => "InvalidSource",
             Self::HostPath { .. } => "HostPathNotAllowed",
             Self::Incomplete(_) => "InvalidObject",
         }
@@ -59,7 +64,10 @@ pub struct ValidDeployment<'a> {
 pub fn deployment<'a>(object: &'a ModelDeployment, settings: &Settings) -> Result<ValidDeployment<'a>, Invalid> {
     let namespace = object.namespace().ok_or(Invalid::Incomplete("namespace"))?;
     object.meta().uid.as_ref().ok_or(Invalid::Incomplete("UID"))?;
-    source(&object.spec.model.source, settings)?;
+    let source = source(&object.spec.model.source, settings)?;
+    if object.spec.pools.iter().any(|pool| pool.worker.engine.as_ref().is_some_and(|engine| engine.vllm.is_some())) {
+        directory(&source)?;
+    }
     let name = object.name_any();
     let pools = match object.spec.pools.as_slice() {
         [] => vec![Pool {
@@ -89,6 +97,15 @@ pub fn source(source: &str, settings: &Settings) -> Result<Source, Invalid> {
     Ok(source)
 }
 
+/// Checks that a source can be a directory of the Hugging Face layout: what vLLM reads.
+pub fn directory(source: &Source) -> Result<(), Invalid> {
+    let file = match source {
+        Source::Hub(id) => id.matches('/').count() != 1 || id.ends_with(".gguf"),
+        Source::Claim { path, .. } | Source::Node(path) => path.ends_with(".gguf"),
+    };
+    if file { Err(Invalid::OneFile) } else { Ok(()) }
+}
+
 /// Whether `path` lies strictly below `directory`. Neither holds `..`: [`Source::parse`] refuses it.
 fn is_below(path: &str, directory: &str) -> bool {
     path.strip_prefix(directory.trim_end_matches('/')).is_some_and(|rest| rest.starts_with('/') && rest.len() > 1)
@@ -115,5 +132,17 @@ mod tests {
         }
         let refused = source("file:///models/x", &settings(&[])).expect_err("nothing is allowed");
         assert!(refused.to_string().contains("(none)"), "{refused}");
+    }
+
+    #[test]
+    fn one_file_is_no_directory() {
+        let check = |source| directory(&Source::parse(source).expect("a source"));
+        for good in ["hf://org/name", "hf://org/name@v1.0", "pvc://claim/models/llama", "file:///models/llama"] {
+            assert_eq!(check(good), Ok(()), "{good}");
+        }
+        for bad in ["hf://org/name/x.gguf", "hf://org/name@main/x.gguf", "pvc://claim/x.gguf", "file:///models/x.gguf"]
+        {
+            assert_eq!(check(bad), Err(Invalid::OneFile), "{bad}");
+        }
     }
 }

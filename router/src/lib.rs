@@ -20,4 +20,3 @@ mod request_plane;
 pub mod service;
 pub mod stream;
 mod workers;
-mod zmtp;

@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use crate::discovery::Identity;
-pub(crate) use link::{Link, Stream};
+pub(crate) use link::{Kept, Link, Stream};
 
 /// First and longest pause between two dials of a worker that does not answer.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(2));

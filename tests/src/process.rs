@@ -5,7 +5,7 @@ use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 
@@ -22,7 +22,22 @@ pub fn binary() -> PathBuf {
 
 /// The GGUF file that tests serve: `$ARMATURE_MODEL`, which `cargo xtask test` sets.
 pub fn model() -> PathBuf {
-    std::env::var_os("ARMATURE_MODEL").expect("ARMATURE_MODEL is not set: run `cargo xtask test`").into()
+    required("ARMATURE_MODEL")
+}
+
+/// A path that `cargo xtask test` sets.
+pub fn required(variable: &str) -> PathBuf {
+    let value = std::env::var_os(variable);
+    value.unwrap_or_else(|| panic!("{variable} is not set: run `cargo xtask test`")).into()
+}
+
+/// Kills a process that leads a group, with all that it has started, and waits for it.
+pub fn kill_group(leader: &mut std::process::Child) {
+    if let Some(pid) = Pid::from_raw(leader.id().cast_signed()) {
+        // One that has ended by itself is as good.
+        let _ = kill_process_group(pid, Signal::KILL);
+    }
+    let _ = leader.wait();
 }
 
 /// A running `armature`; killed when dropped.

@@ -276,7 +276,8 @@ async fn halves() {
         futures::future::try_join_all(answers).await?;
         let source = placed(prefill).await?;
         for (pod, node) in placed(decode).await? {
-            let received = worker_metric(&pod, "armature_worker_kv_transfer_received_bytes_total").await?;
+            let received =
+                worker_metric(&pod, "armature_worker_kv_transfer_received_bytes_total{transport=\"tcp\"}").await?;
             if received > 0.0 && source.iter().all(|(_, other)| *other != node) {
                 println!("{received} bytes of KV from {source:?} to {pod} on {node}");
                 return Ok(());

@@ -113,6 +113,20 @@ pub async fn serve(listener: TcpListener, admin: Arc<Admin>) {
         .route("/health", get(health))
         .route("/metrics", get(metrics))
         .with_state(admin);
+    connections(listener, routes, drain).await;
+}
+
+/// The same for a process whose worker waits for an engine: it lives, and is not ready, until the drain stops.
+pub async fn serve_waiting(listener: TcpListener, drain: Arc<Drain>) {
+    let waiting = || async { (StatusCode::SERVICE_UNAVAILABLE, "starting: waiting for the engine\n") };
+    let routes = axum::Router::new()
+        .route("/live", get(|| async { "live\n" }))
+        .route("/ready", get(waiting))
+        .route("/health", get(waiting));
+    connections(listener, routes, drain).await;
+}
+
+async fn connections(listener: TcpListener, routes: axum::Router, drain: Arc<Drain>) {
     let mut connections = JoinSet::new();
     let mut oldest_first: VecDeque<AbortHandle> = VecDeque::with_capacity(MAX_CONNECTIONS);
     loop {

@@ -14,17 +14,20 @@ use protocol::metadata::WorkerMetadata;
 use tokio::net::TcpListener;
 use tokio::sync::{Mutex, watch};
 use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
+use crate::accelerators;
 use crate::admin::{self, Admin};
 use crate::config::{Config, ConfigError, Settings};
 use crate::drain::Drain;
 use crate::engine::Engine;
+use crate::engine::builtin::exchange::Exchange;
 use crate::metrics::Metrics;
 use crate::publisher::{self, Publisher, PublisherError};
 use crate::registration::{self, Description, Entry, Identity, RegistrationError};
 use crate::request_plane::{self, Service};
-use crate::transfer::{self, Transfers};
+use crate::transfer;
 
 /// Longest time the servers may take to end once they are told to.
 const STOP: Duration = Duration::from_secs(5);
@@ -156,6 +159,8 @@ struct Agent {
     name: String,
     parts: JoinSet<Part>,
     drain: Arc<Drain>,
+    /// Blocks that other workers may still have to fetch.
+    exchange: Option<Arc<Exchange>>,
     metadata: watch::Sender<WorkerMetadata>,
     draining_metadata: WorkerMetadata,
     deregister: CancellationToken,
@@ -173,17 +178,23 @@ impl Agent {
         let identity = Identity::new(settings);
         let ports = (listeners.request.local_addr()?.port(), publisher.port());
         let admin_address = listeners.admin.local_addr()?;
-        let kv_layout = engine.exchange().map(|exchange| exchange.layout());
+        let exchange = engine.exchange();
+        let kv_layout = engine.kv_layout();
+        let devices = accelerators::inventory();
         let describe = |draining| {
             let (identity, engine, model) = (&identity, engine.info(), &model);
-            Description { settings, identity, engine, model, kv_layout, ports, draining }.metadata()
+            let kv_layout = kv_layout.as_deref();
+            Description { settings, identity, engine, model, kv_layout, ports, draining, devices }.metadata()
         };
         let (metadata, metadata_receiver) = watch::channel(describe(false));
         let draining_metadata = describe(true);
         let entry = Entry::open(settings, &identity).await?;
 
-        let (drain, metrics) = (Arc::new(Drain::default()), Arc::new(Metrics::new(engine.info())));
-        let (engine, transfer) = with_transfers(engine, settings, &identity, &listeners.transfer, &metrics)?;
+        let mut metrics = Metrics::new(engine.info());
+        engine.register(metrics.registry_mut());
+        accelerators::register(devices, metrics.registry_mut());
+        let (drain, metrics) = (Arc::new(Drain::default()), Arc::new(metrics));
+        let (engine, transfer) = with_transfers(engine, settings, &identity, listeners.transfer, &metrics)?;
         let indexer = Arc::new(Mutex::new(LocalIndexer::new(0, RingLimits::default())));
         let admin = Arc::new(Admin::new(&settings.name, &identity, engine.clone(), metrics.clone(), drain.clone()));
         let source = publisher::Source {
@@ -213,7 +224,7 @@ impl Agent {
         if let Some(server) = transfer {
             let drain = drain.clone();
             spawn(&mut parts, "KV transfer server", async {
-                transfer::serve(listeners.transfer, Arc::new(server), drain).await;
+                transfer::serve(server, drain).await;
                 Ok(())
             });
         }
@@ -233,12 +244,13 @@ impl Agent {
             };
             Ok(registration::hold(entry, metadata_receiver, registered, stop).await?)
         });
-        Ok(Self { name: settings.name.clone(), parts, drain, metadata, draining_metadata, deregister })
+        Ok(Self { name: settings.name.clone(), parts, drain, exchange, metadata, draining_metadata, deregister })
     }
 
     /// Drains, deregisters and ends all parts, in this order.
     async fn stop(mut self, drain_max: Duration) {
         tracing::info!(in_flight = self.drain.in_flight(), "draining");
+        let until = Instant::now() + drain_max;
         self.metadata.send_replace(self.draining_metadata);
         self.drain.begin();
         if let Err(timeout) = self.drain.finished(drain_max).await {
@@ -248,6 +260,13 @@ impl Agent {
                 self.name,
                 drain_max.as_secs()
             ));
+        }
+        // Prompts computed here whose answers go on elsewhere.
+        if let Some(exchange) = &self.exchange
+            && timeout_at(until, exchange.unleased()).await.is_err()
+        {
+            let (leases, _) = exchange.leased();
+            tracing::warn!(leases, limit_s = drain_max.as_secs(), "KV blocks were not fetched before the end");
         }
         self.deregister.cancel();
         self.drain.stop();
@@ -273,21 +292,19 @@ fn with_transfers(
     engine: Arc<dyn Engine>,
     settings: &Settings,
     identity: &Identity,
-    listener: &TcpListener,
+    listener: TcpListener,
     metrics: &Metrics,
 ) -> Result<(Arc<dyn Engine>, Option<transfer::Server>), AgentError> {
     let Some(exchange) = engine.exchange() else { return Ok((engine, None)) };
-    let (boot_epoch, revision) = (identity.boot_epoch.clone(), settings.kv_revision.clone());
     let options = transfer::Options {
         address: settings.address(listener.local_addr()?.port()),
-        boot_epoch: boot_epoch.clone(),
-        revision: revision.clone(),
+        transports: settings.transfer.transports,
+        boot_epoch: identity.boot_epoch.clone(),
+        revision: settings.kv_revision.clone(),
         lease: settings.transfer.lease,
         timeout: settings.transfer.timeout,
     };
-    let counts = metrics.transfer.clone();
-    let engine = Transfers::new(engine, exchange.clone(), options, counts.clone());
-    let server = transfer::Server { exchange, boot_epoch, revision, metrics: counts };
+    let (engine, server) = transfer::open(engine, exchange, options, listener, metrics.transfer.clone())?;
     Ok((Arc::new(engine), Some(server)))
 }
 

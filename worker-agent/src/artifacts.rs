@@ -1,4 +1,4 @@
-//! The files a router needs of a model, made from a GGUF file's metadata.
+//! The files a router needs of a model, made from a GGUF file's metadata or taken from a directory.
 //!
 //! A router tokenizes, applies the chat template and detokenizes, but has no model volume: it fetches `tokenizer.json`,
 //! `chat_template.jinja` and `special_tokens.json` from a worker. A tokenizer that cannot be rebuilt exactly is refused
@@ -15,6 +15,7 @@ use crate::engine::builtin::gguf::{Gguf, GgufError};
 use crate::engine::builtin::stop::{TokenBytes, Vocabulary};
 
 mod byte_level;
+pub mod directory;
 #[cfg(test)]
 mod tests;
 mod token_table;

@@ -11,10 +11,14 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 mod mocker;
+mod tiers;
 mod transfer;
+mod vllm;
 
 pub use mocker::MockerConfig;
+pub use tiers::TierConfig;
 pub use transfer::{TransferConfig, TransferSettings};
+pub use vllm::{VllmConfig, VllmSettings};
 
 /// Flags of a worker.
 #[derive(Args, Clone, Debug)]
@@ -91,9 +95,15 @@ pub struct Config {
     /// KV transfer
     #[command(flatten)]
     pub transfer: TransferConfig,
+    /// KV blocks below the arena
+    #[command(flatten)]
+    pub tiers: TierConfig,
     /// The mocker
     #[command(flatten)]
     pub mocker: MockerConfig,
+    /// vLLM
+    #[command(flatten)]
+    pub vllm: VllmConfig,
 }
 
 /// What computes.
@@ -103,6 +113,8 @@ pub enum EngineKind {
     BuiltIn,
     /// Nothing: the built-in engine's scheduler and blocks with a timing model. For tests and benchmarks.
     Mocker,
+    /// An unmodified vLLM server beside this worker.
+    Vllm,
 }
 
 /// What a worker does for a request.
@@ -296,7 +308,9 @@ impl Config {
             let rule = "must be at least --max-num-seqs: each running sequence takes one token of a step";
             return Err(ConfigError::Invalid { flag: "--max-num-batched-tokens", value, rule });
         }
-        self.mocker.check()
+        self.tiers()?;
+        self.mocker.check()?;
+        self.check_vllm()
     }
 
     fn bind_addresses(&self, host: &str) -> Result<BindAddresses, ConfigError> {

@@ -2,6 +2,7 @@
 
 pub mod builtin;
 pub mod mocker;
+pub mod remote;
 
 use std::sync::Arc;
 
@@ -10,7 +11,8 @@ use tokio::sync::mpsc;
 
 use kv_hashing::BlockSize;
 use kv_index::{KvEventData, Tier};
-use protocol::request_plane::{FinishReason, Generate, TokenLogprobs};
+use prometheus_client::registry::Registry;
+use protocol::request_plane::{ErrorCode, FinishReason, Generate, TokenLogprobs};
 
 /// Fixed properties of a running engine.
 #[derive(Clone, Debug)]
@@ -72,6 +74,13 @@ pub enum EngineOutput {
     Prefilled(Prefilled),
     /// The engine could not go on with this request; nothing follows.
     Failed(String),
+    /// The same, where more is known than that it failed; nothing follows.
+    Refused {
+        /// What routers make of it.
+        code: ErrorCode,
+        /// One line, for a person.
+        message: String,
+    },
 }
 
 /// How a request ended.
@@ -151,4 +160,12 @@ pub trait Engine: Send + Sync + 'static {
     fn exchange(&self) -> Option<Arc<Exchange>> {
         None
     }
+
+    /// What its blocks are: engines with equal texts, and they alone, can exchange them. `None` where blocks cannot be moved.
+    fn kv_layout(&self) -> Option<String> {
+        self.exchange().map(|exchange| exchange.layout().to_string())
+    }
+
+    /// Makes what only this kind of engine counts part of the worker's metrics.
+    fn register(&self, _registry: &mut Registry) {}
 }

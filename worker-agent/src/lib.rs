@@ -3,6 +3,7 @@
 //! Owns engines, the KV arena, the request-plane server, the KV event publisher with its local indexer, registration and
 //! drain. It never chooses a worker and never speaks HTTP to clients; that is the router.
 
+mod accelerators;
 pub mod admin;
 pub mod agent;
 pub mod artifacts;

@@ -115,6 +115,11 @@ impl Metrics {
         }
     }
 
+    /// Where an engine adds what only its kind counts.
+    pub fn registry_mut(&mut self) -> &mut Registry {
+        &mut self.registry
+    }
+
     /// Counts one request by how it ended.
     pub fn request_ended(&self, reason: Ending) {
         self.requests.get_or_create(&EndingLabel { reason }).inc();

@@ -21,7 +21,6 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::agent::ModelInfo;
 use crate::config::{Discovery, Settings};
 use crate::engine::EngineInfo;
-use crate::engine::builtin::exchange::KvLayout;
 use file::FileEntry;
 pub use kubernetes::KubernetesEntry;
 
@@ -92,10 +91,12 @@ pub(crate) struct Description<'a> {
     pub(crate) engine: &'a EngineInfo,
     pub(crate) model: &'a ModelInfo,
     /// What the engine's blocks are, where they can be moved.
-    pub(crate) kv_layout: Option<KvLayout>,
+    pub(crate) kv_layout: Option<&'a str>,
     /// Ports of the request plane and of events, as they are bound.
     pub(crate) ports: (u16, u16),
     pub(crate) draining: bool,
+    /// Accelerators that this process sees.
+    pub(crate) devices: &'a [device::Description],
 }
 
 impl Description<'_> {
@@ -163,11 +164,12 @@ impl Description<'_> {
                 bos_token_id: self.model.bos_token_id,
                 revision: self.settings.revision.clone(),
                 kv_revision: self.kv_layout.map(|_| self.settings.kv_revision.clone()),
-                kv_layout: self.kv_layout.map(|layout| layout.to_string()),
+                kv_layout: self.kv_layout.map(str::to_owned),
                 labels: self.settings.labels.clone(),
                 draining: self.draining,
                 block_hash_probe: metadata::block_hash_probe(self.engine.block_size),
                 answers_samples: true,
+                devices: crate::accelerators::cards(self.devices),
             }),
             extra: Default::default(),
         }

@@ -5,22 +5,28 @@
 //! sees the request: it then finds them cached. Fetching happens in tasks of its own, never on the engine's thread. It is an
 //! optimisation only: whatever goes wrong, the engine computes what has not come, and the client sees nothing but latency.
 
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
 use kv_hashing::{BlockHash, SequenceHash};
+use prometheus_client::registry::Registry;
 use protocol::request_plane::Generate;
+use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use crate::engine::builtin::exchange::{Exchange, Import, Lease, Place, Reservation, Terms};
+use crate::engine::builtin::exchange::{Exchange, Import, KvLayout, Lease, NoRoom, Place, Reservation, Terms};
 use crate::engine::{ArenaEvent, Engine, EngineInfo, EngineLoad, EngineOutput, SubmitError};
 use crate::metrics::observe;
 
+mod client;
 mod error;
+mod lane;
 pub mod metrics;
 mod serve;
+mod shm;
 mod source;
 mod tcp;
 #[cfg(test)]
@@ -28,16 +34,25 @@ mod tests;
 mod wire;
 
 pub use error::{Stage, TransferError};
+pub use lane::Lane;
 use metrics::TransferMetrics;
+use serve::Desk;
 pub use serve::{Server, serve};
-pub use source::Source;
+pub use shm::Shm;
+pub use source::{Offer, Source};
 pub use tcp::Tcp;
 pub use wire::Refusal;
 
+/// Bytes that are moved in one go: they stay in a core's cache until they are hashed.
+const PIECE: usize = 64 << 10;
+
 /// Most fetches at once; others wait for their turn. More would only share the same wire.
 const MAX_FETCHES: usize = 8;
-/// Longest wait for a turn.
-const TURN: Duration = Duration::from_secs(30);
+/// Longest wait for a turn, if the lease lasts.
+const TURN: Duration = Duration::from_secs(10);
+/// The part of a lease's life that may pass before anything is fetched: once for room and once for a turn. So a fetch whose
+/// turn comes late still has a third of it.
+const WAIT: u32 = 3;
 
 /// A way for blocks to come here.
 pub trait KvTransport: Send + Sync + 'static {
@@ -46,17 +61,47 @@ pub trait KvTransport: Send + Sync + 'static {
 
     /// Fetches the blocks that `into` is missing, in order, verifies each, and then ends the lease. What has come when it
     /// fails, or is dropped, is complete in `into`.
-    fn pull<'a>(&'a self, source: &'a Source, into: &'a mut Reservation) -> BoxFuture<'a, Result<(), TransferError>>;
+    fn pull<'a>(
+        &'a self,
+        source: &'a Source,
+        address: &'a str,
+        into: &'a mut Reservation,
+    ) -> BoxFuture<'a, Result<(), TransferError>>;
 
     /// Ends the lease of blocks that will not be fetched.
-    fn release<'a>(&'a self, source: &'a Source) -> BoxFuture<'a, Result<(), TransferError>>;
+    fn release<'a>(&'a self, source: &'a Source, address: &'a str) -> BoxFuture<'a, Result<(), TransferError>>;
+}
+
+/// Which transports a worker uses, in both directions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Transports {
+    /// Shared memory between workers of one host, and TCP otherwise.
+    #[default]
+    Auto,
+    /// TCP alone.
+    Tcp,
+    /// Shared memory alone.
+    Shm,
+}
+
+impl Transports {
+    /// As the flag has it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Tcp => "tcp",
+            Self::Shm => "shm",
+        }
+    }
 }
 
 /// What a worker says of itself to those that fetch from it, and wants of those it fetches from.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Where [`serve`] listens, as other workers reach it: `host:port`.
+    /// Where the listener is, as other workers reach it: `host:port`.
     pub address: String,
+    /// Which ways blocks go.
+    pub transports: Transports,
     /// This life of the worker.
     pub boot_epoch: String,
     /// Blocks move only between workers with the same one.
@@ -73,27 +118,72 @@ pub struct Transfers {
     fetcher: Arc<Fetcher>,
 }
 
-impl Transfers {
-    /// Wraps `engine`, whose blocks `exchange` moves, and lets it lease blocks under `options`.
-    pub fn new(engine: Arc<dyn Engine>, exchange: Arc<Exchange>, options: Options, metrics: TransferMetrics) -> Self {
-        let transports: Vec<Box<dyn KvTransport>> = vec![Box::new(Tcp::new(options.timeout))];
-        let (revision, layout, lifetime) = (options.revision.clone(), exchange.layout(), options.lease);
-        let describe = move |lease: &Lease| {
-            let (address, boot_epoch, revision) = (&options.address, &options.boot_epoch, &options.revision);
-            Source {
-                backend: tcp::BACKEND.to_owned(),
-                address: address.clone(),
-                boot_epoch: boot_epoch.clone(),
-                revision: revision.clone(),
-                lease: lease.id(),
-                layout,
-                blocks: lease.blocks().collect(),
+/// Wraps `engine`, whose blocks `exchange` moves, and lets it lease blocks under `options` to those that come to `listener`.
+pub fn open(
+    engine: Arc<dyn Engine>,
+    exchange: Arc<Exchange>,
+    options: Options,
+    listener: TcpListener,
+    metrics: TransferMetrics,
+) -> io::Result<(Transfers, Server)> {
+    let Options { transports: ways, timeout, lease: lifetime, .. } = options;
+    let lane = Arc::new(Lane::start()?);
+    let shm = match ways {
+        Transports::Tcp => None,
+        Transports::Auto | Transports::Shm => shared_memory(&exchange),
+    };
+    let tcp = (ways != Transports::Shm).then_some(listener);
+    let mut transports: Vec<Arc<dyn KvTransport>> = Vec::new();
+    let mut offers = Vec::new();
+    if ways != Transports::Tcp {
+        transports.push(Arc::new(Shm::new(timeout)));
+        offers.extend(shm.iter().map(|shm| Offer { backend: shm::BACKEND.into(), address: shm.address.clone() }));
+    }
+    if tcp.is_some() {
+        transports.push(Arc::new(Tcp::new(timeout)));
+        offers.push(Offer { backend: tcp::BACKEND.into(), address: options.address.clone() });
+    }
+    let (boot_epoch, revision) = (options.boot_epoch.clone(), options.revision.clone());
+    let describe = Box::new(describe(offers, options, exchange.layout(), lane.clone()));
+    exchange.open(Terms { lifetime, describe });
+    let desk = Desk { exchange: exchange.clone(), boot_epoch, revision: revision.clone(), metrics: metrics.clone() };
+    let server = Server { tcp, shm, lane: lane.clone(), desk: Arc::new(desk) };
+    let turns = Semaphore::new(MAX_FETCHES);
+    let fetcher = Fetcher { exchange, transports, lane, turns, revision, timeout, metrics };
+    Ok((Transfers { engine, fetcher: Arc::new(fetcher) }, server))
+}
+
+/// Where workers of this host can come to, if the blocks are in memory that can be shared.
+fn shared_memory(exchange: &Exchange) -> Option<shm::Listener> {
+    exchange.memory()?;
+    let listener = shm::Listener::bind();
+    listener.inspect_err(|error| tracing::warn!(%error, "KV blocks are not shared with workers of this host")).ok()
+}
+
+/// What says where a lease's blocks are. Their checksums are computed meanwhile: until somebody asks for the blocks, a router
+/// has to find out who.
+fn describe(offers: Vec<Offer>, options: Options, layout: KvLayout, lane: Arc<Lane>) -> impl Fn(&Arc<Lease>) -> String {
+    let source = Source {
+        offers,
+        boot_epoch: options.boot_epoch,
+        revision: options.revision,
+        lease: 0,
+        lease_ms: options.lease.as_millis() as u64,
+        layout,
+        blocks: Vec::new(),
+    };
+    move |lease| {
+        let checked = Arc::downgrade(lease);
+        lane.handle().spawn(async move {
+            let mut index = 0;
+            while let Some(lease) = checked.upgrade().filter(|lease| index < lease.blocks().len()) {
+                lease.checksum(index);
+                index += 1;
+                drop(lease);
+                tokio::task::yield_now().await;
             }
-            .to_json()
-        };
-        exchange.open(Terms { lifetime, describe: Box::new(describe) });
-        let turns = Semaphore::new(MAX_FETCHES);
-        Self { engine, fetcher: Arc::new(Fetcher { exchange, transports, turns, revision, metrics }) }
+        });
+        Source { lease: lease.id(), blocks: lease.blocks().collect(), ..source.clone() }.to_json()
     }
 }
 
@@ -110,9 +200,16 @@ impl Engine for Transfers {
         }
         let request_id = request.request_id.clone();
         let (place, receiver) = self.fetcher.exchange.place(request)?;
-        if let Some(place) = place {
-            tokio::spawn(self.fetcher.clone().bring(place, params, request_id));
-        }
+        let fetcher = self.fetcher.clone();
+        match place {
+            Some(place) => tokio::spawn(fetcher.bring(place, params, request_id)),
+            // Nothing is left to compute.
+            None => tokio::spawn(async move {
+                if let Ok(source) = Source::parse(&params) {
+                    fetcher.release(&source, &request_id).await;
+                }
+            }),
+        };
         Ok(receiver)
     }
 
@@ -127,14 +224,21 @@ impl Engine for Transfers {
     fn exchange(&self) -> Option<Arc<Exchange>> {
         Some(self.fetcher.exchange.clone())
     }
+
+    fn register(&self, registry: &mut Registry) {
+        self.engine.register(registry);
+    }
 }
 
 /// What fetches of one engine share.
 struct Fetcher {
     exchange: Arc<Exchange>,
-    transports: Vec<Box<dyn KvTransport>>,
+    /// Best first.
+    transports: Vec<Arc<dyn KvTransport>>,
+    lane: Arc<Lane>,
     turns: Semaphore,
     revision: String,
+    timeout: Duration,
     metrics: TransferMetrics,
 }
 
@@ -143,7 +247,7 @@ impl Fetcher {
     /// waits for any more is dropped with all it holds.
     async fn bring(self: Arc<Self>, place: Place, params: String, request_id: String) {
         let source = match Source::parse(&params) {
-            Ok(source) => source,
+            Ok(source) => Arc::new(source),
             Err(error) => {
                 self.failed(&error, &request_id, 0);
                 return place.enter(None);
@@ -153,6 +257,8 @@ impl Fetcher {
         let fetched = tokio::select! {
             biased;
             () = place.cancelled() => None,
+            // It fails the request at once.
+            () = place.stopped() => Some((Err(NoRoom::Stopped.into()), None)),
             fetched = self.fetch(&source, place.reusable()) => Some(fetched),
         };
         let outcome = match fetched {
@@ -170,36 +276,30 @@ impl Fetcher {
                 Err(TransferError::Cancelled)
             }
         };
-        if outcome.is_err_and(|error| error.leaves_lease())
-            && let Ok(transport) = self.transport(&source)
-            && let Err(error) = transport.release(&source).await
-        {
-            tracing::debug!(request_id, %error, "the lease was not ended; it expires");
+        self.metrics.reserved_blocks.set(self.exchange.reserved() as i64);
+        match outcome {
+            Ok(Fetched::Missing) => {}
+            Err(error) if !error.leaves_lease() => {}
+            Ok(Fetched::Nothing) | Err(_) => self.release(&source, &request_id).await,
         }
     }
 
     /// Fetches; also after a failure, what had come is good.
     async fn fetch(
         &self,
-        source: &Source,
+        source: &Arc<Source>,
         wanted: &[(BlockHash, SequenceHash)],
-    ) -> (Result<(), TransferError>, Option<Import>) {
-        let turn = tokio::time::timeout(TURN, self.turns.acquire()).await;
-        let Ok(_turn) = turn else {
-            return (Err(TransferError::Timeout { stage: Stage::Turn, limit: TURN }), None);
-        };
-        let mut reservation = match self.reserve(source, wanted).await {
+    ) -> (Result<Fetched, TransferError>, Option<Import>) {
+        let reservation = match self.reserve(source, wanted).await {
             Ok(reservation) => reservation,
             Err(error) => return (Err(error), None),
         };
-        let outcome = match self.transport(source) {
-            Ok(transport) => transport.pull(source, &mut reservation).await,
-            Err(error) => Err(error),
-        };
-        let received = reservation.received();
-        self.metrics.received_blocks.inc_by(received as u64);
-        self.metrics.received_bytes.inc_by((received * reservation.block_bytes()) as u64);
-        (outcome, Some(reservation.finish()))
+        self.metrics.reserved_blocks.set(self.exchange.reserved() as i64);
+        if reservation.missing().len() == 0 {
+            return (Ok(Fetched::Nothing), Some(reservation.finish()));
+        }
+        let (outcome, reservation) = self.pull(source, reservation).await;
+        (outcome.map(|()| Fetched::Missing), reservation.map(Reservation::finish))
     }
 
     /// Room for those of the wanted blocks that the source has, from the first on.
@@ -208,7 +308,7 @@ impl Fetcher {
         source: &Source,
         wanted: &[(BlockHash, SequenceHash)],
     ) -> Result<Reservation, TransferError> {
-        self.transport(source)?;
+        self.first_way(source)?;
         if source.layout != self.exchange.layout() || source.revision != self.revision {
             return Err(TransferError::Layout);
         }
@@ -216,16 +316,72 @@ impl Fetcher {
         if offered == 0 && !wanted.is_empty() {
             return Err(TransferError::OtherPrompt);
         }
-        Ok(self.exchange.reserve(wanted[..offered].to_vec()).await?)
+        let patience = self.timeout.min(source.lifetime() / WAIT);
+        Ok(self.exchange.reserve(wanted[..offered].to_vec(), patience).await?)
     }
 
-    fn transport(&self, source: &Source) -> Result<&dyn KvTransport, TransferError> {
-        let found = self.transports.iter().find(|transport| transport.backend() == source.backend);
-        found.map(|transport| &**transport).ok_or_else(|| TransferError::Backend(source.backend.clone()))
+    /// Waits for a turn, and then for the blocks; they come by the first way that leads to the other worker.
+    async fn pull(
+        &self,
+        source: &Arc<Source>,
+        mut reservation: Reservation,
+    ) -> (Result<(), TransferError>, Option<Reservation>) {
+        let limit = TURN.min(source.lifetime() / WAIT);
+        let Ok(_turn) = tokio::time::timeout(limit, self.turns.acquire()).await else {
+            return (Err(TransferError::Timeout { stage: Stage::Turn, limit }), Some(reservation));
+        };
+        let mut outcome = self.first_way(source).map(|_| ());
+        for (transport, address) in self.ways(source) {
+            let (backend, source, address) = (transport.backend(), source.clone(), address.to_owned());
+            let moved = self.lane.run(async move {
+                let outcome = transport.pull(&source, &address, &mut reservation).await;
+                (outcome, reservation)
+            });
+            let Ok(moved) = moved.await else { return (Err(TransferError::Ended), None) };
+            (outcome, reservation) = moved;
+            let received = reservation.received();
+            self.metrics.received_blocks.inc_by(received as u64);
+            self.metrics.received_bytes(backend).inc_by((received * reservation.block_bytes()) as u64);
+            match &outcome {
+                Err(error) if error.is_no_way() => tracing::debug!(backend, %error, "no way to the other worker"),
+                _ => break,
+            }
+        }
+        (outcome, Some(reservation))
+    }
+
+    /// Tells the other worker that its blocks will not be fetched.
+    async fn release(&self, source: &Source, request_id: &str) {
+        for (transport, address) in self.ways(source) {
+            match transport.release(source, address).await {
+                Ok(()) => return,
+                Err(error) => tracing::debug!(request_id, %error, "the lease was not ended this way; it expires"),
+            }
+        }
+    }
+
+    /// The ways that both workers know, the best first, and where they lead.
+    fn ways<'a>(&self, source: &'a Source) -> impl Iterator<Item = (Arc<dyn KvTransport>, &'a str)> {
+        let address = |way: &Arc<dyn KvTransport>| Some((way.clone(), source.address(way.backend())?));
+        self.transports.iter().filter_map(address)
+    }
+
+    fn first_way(&self, source: &Source) -> Result<(), TransferError> {
+        let backends = || source.offers.iter().map(|offer| offer.backend.clone()).collect();
+        self.ways(source).next().map(drop).ok_or_else(|| TransferError::Backend(backends()))
     }
 
     fn failed(&self, error: &TransferError, request_id: &str, received: usize) {
         self.metrics.failed(error.reason());
         tracing::warn!(request_id, received, %error, "KV transfer failed; the rest of the prompt is computed here");
     }
+}
+
+/// How a fetch went well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fetched {
+    /// What was missing has come, and the lease has ended with it.
+    Missing,
+    /// Nothing was missing.
+    Nothing,
 }

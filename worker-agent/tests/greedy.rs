@@ -10,6 +10,9 @@ use serde::Deserialize;
 use worker_agent::engine::builtin::llama::{Llama, LlamaOptions};
 use worker_agent::engine::builtin::{BlockId, Chunk, Forward, Logits};
 
+#[path = "greedy/tiers.rs"]
+mod tiers;
+
 /// Below this distance of the two best logits, either is right.
 const TIE: f32 = 1e-2;
 

@@ -19,6 +19,8 @@ pub enum Command {
     Trace(Rest),
     /// KV transfer between two workers, beside what loopback TCP does, and what it costs running streams.
     Transfer(Rest),
+    /// Copies of KV blocks between the host and every accelerator of this machine, checked and timed.
+    Device,
     /// Several routers beside one: how evenly they load the workers, and how often they choose the same.
     Replicas(Rest),
 }
@@ -40,13 +42,15 @@ pub fn run(bench: &Command) -> anyhow::Result<()> {
         }
         Command::Index(args) => index::run(args),
         Command::Frontend(rest) => frontend::beside_peers(rest),
-        Command::Transfer(rest) => {
-            let build = ["build", "--release", "--quiet", "--workspace", "--example", "transfer_bench"];
-            run_command(cargo().args(build))?;
-            let mut transfer = command(target().join("release/examples/transfer_bench"));
-            run_command(transfer.arg(model::obtain()?).args(&rest.arguments))
-        }
+        Command::Transfer(rest) => run_command(example("transfer_bench")?.arg(model::obtain()?).args(&rest.arguments)),
+        Command::Device => run_command(&mut example("device_check")?),
         Command::Trace(rest) => frontend::alone("trace", rest),
         Command::Replicas(rest) => frontend::alone("replicas", rest),
     }
+}
+
+/// Builds the program of this name among the examples.
+fn example(name: &str) -> anyhow::Result<std::process::Command> {
+    run_command(cargo().args(["build", "--release", "--quiet", "--workspace", "--example", name]))?;
+    Ok(command(target().join("release/examples").join(name)))
 }

@@ -9,10 +9,12 @@ mod generate;
 mod image;
 mod model;
 mod process;
+mod ptx;
 mod python;
 mod setup;
 mod test;
 mod tidy;
+mod vllm;
 
 use clap::Parser;
 
@@ -34,6 +36,8 @@ enum Command {
     Model,
     /// Builds the Python bindings as a wheel, and tests it.
     Python,
+    /// Compiles the CUDA kernels to PTX; needs no device.
+    Ptx,
     /// Builds the container image as a tar file that docker, podman and containerd load.
     Image(image::Args),
     /// A real Kubernetes of two nodes on this machine, for tests.
@@ -54,6 +58,7 @@ fn main() -> anyhow::Result<()> {
             Ok(())
         }
         Command::Python => python::run(),
+        Command::Ptx => ptx::run(),
         Command::Image(args) => image::run(&args),
         Command::Cluster(command) => cluster::run(&command),
         Command::Bench(command) => bench::run(&command),

@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 
 use crate::process::{binaries, cargo, command, root, run as run_command, succeeds};
-use crate::{cluster, image, model, python, setup, tidy};
+use crate::{cluster, image, model, python, setup, tidy, vllm};
 
 /// Runs the tests.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Only this stage; may be given several times.
+    /// Only this stage; may be given several times. Without it all but `vllm`, which installs 5 GB.
     #[arg(long, value_enum)]
     stage: Vec<Stage>,
 }
@@ -32,6 +32,8 @@ enum Stage {
     Integration,
     /// Real pods in a real Kubernetes of two nodes.
     Cluster,
+    /// Two real vLLM on CPU cores of their own, behind agents and a router. Installs 5 GB; needs two cores.
+    Vllm,
 }
 
 impl Stage {
@@ -40,6 +42,7 @@ impl Stage {
             Self::Unit => "unit",
             Self::Integration => "integration",
             Self::Cluster => "cluster",
+            Self::Vllm => "vllm",
         }
     }
 
@@ -53,6 +56,7 @@ impl Stage {
                 model::obtain().and_then(|_| client_environment()).and_then(|_| python::environment()).map(drop)
             }
             Self::Cluster => cluster::prepare(),
+            Self::Vllm => vllm::obtain().and_then(|_| setup::nextest()).map(drop),
         }
     }
 
@@ -61,6 +65,7 @@ impl Stage {
             Self::Unit => unit(),
             Self::Integration => integration(),
             Self::Cluster => in_cluster(),
+            Self::Vllm => with_vllm(),
         }
     }
 }
@@ -69,12 +74,16 @@ impl Stage {
 const DRAIN: Duration = Duration::from_secs(20);
 
 /// Cargo features that switch on suites which need more than `cargo test`.
-const SUITES: &str = "integration-tests/processes,integration-tests/cluster,operator/cluster";
+const SUITES: &str = "integration-tests/processes,integration-tests/cluster,integration-tests/vllm,operator/cluster";
 
 /// Runs the stages in order; the first failure ends the run.
 pub fn run(args: &Args) -> anyhow::Result<()> {
-    let all = [Stage::Unit, Stage::Integration, Stage::Cluster];
-    let stages: Vec<_> = all.into_iter().filter(|stage| args.stage.is_empty() || args.stage.contains(stage)).collect();
+    let all = [Stage::Unit, Stage::Integration, Stage::Cluster, Stage::Vllm];
+    let wanted = |stage: &Stage| match args.stage.is_empty() {
+        true => *stage != Stage::Vllm,
+        false => args.stage.contains(stage),
+    };
+    let stages: Vec<_> = all.into_iter().filter(wanted).collect();
     let mut times = Vec::new();
     for stage in &stages {
         timed(format!("set-up of {}", stage.name()), &mut times, || stage.prepare())?;
@@ -89,6 +98,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     }
     let shown: Vec<_> = times.iter().map(|(what, took)| format!("{what} {:.0} s", took.as_secs_f64())).collect();
     println!("\nall stages passed: {}", shown.join(", "));
+    if args.stage.is_empty() {
+        println!("not run: vllm, which installs 5 GB (cargo xtask test --stage vllm)");
+    }
     Ok(())
 }
 
@@ -198,6 +210,16 @@ fn in_cluster() -> anyhow::Result<()> {
     });
     let ended = cluster::down();
     tested.and(ended)
+}
+
+fn with_vllm() -> anyhow::Result<()> {
+    if !vllm::has_two_cores() {
+        bail!("two servers need a core each, and taskset to be bound to it");
+    }
+    let (installed, binary) = (vllm::obtain()?, binaries()?.join("armature"));
+    let mut suite = nextest(&["--workspace", "--features", SUITES, "--test", "vllm"])?;
+    suite.env("ARMATURE_BIN", binary).env("ARMATURE_VLLM", installed.program);
+    run_command(suite.env("ARMATURE_VLLM_MODEL", installed.model))
 }
 
 /// How the test runner is called; its profile is in .config/nextest.toml.

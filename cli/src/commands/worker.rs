@@ -1,4 +1,6 @@
-//! `armature worker`: a model, an engine on it, and the agent around the engine; of mockers any number.
+//! `armature worker`: a model, an engine on it, and the agent around the engine; of mockers any number; or a vLLM beside it.
+
+mod vllm;
 
 use std::io::Write;
 use std::num::NonZeroUsize;
@@ -23,21 +25,24 @@ use crate::outcome::{Failure, Outcome};
 /// Runs a worker until `shutdown`.
 pub async fn run(args: WorkerArgs, shutdown: CancellationToken) -> Outcome {
     args.agent.settings().map_err(Failure::settings)?;
+    if args.agent.engine == EngineKind::Vllm {
+        return vllm::run(args.agent, shutdown).await;
+    }
     let source: ModelSource = args.model.parse().map_err(Failure::settings)?;
     let cache = Cache::from_env();
     let file = tokio::select! {
         file = obtain(&source, &cache, &log_progress) => file.map_err(source_failure)?,
         () = shutdown.cancelled() => return Ok(()),
     };
-    match args.agent.engine {
-        EngineKind::BuiltIn => built_in(args.agent, file, args.with_parent.is_some(), shutdown).await,
-        EngineKind::Mocker => mockers(args.agent, file, shutdown).await,
+    if args.agent.engine == EngineKind::Mocker {
+        return mockers(args.agent, file, shutdown).await;
     }
+    built_in(args.agent, file, args.with_parent.is_some(), shutdown).await
 }
 
 /// One engine; tells a parent that reads its output where its metrics are.
 async fn built_in(config: Config, file: PathBuf, tell: bool, shutdown: CancellationToken) -> Outcome {
-    let (options, path) = (options(&config), file.clone());
+    let (options, path) = (options(&config)?, file.clone());
     let opened = tokio::task::spawn_blocking(move || open(&path, options)).await?;
     let (engine, artifacts, facts) = opened.map_err(|error| refused(&file, &error))?;
     let model = model_info(&config, artifacts, facts.name, &file);
@@ -52,14 +57,14 @@ async fn built_in(config: Config, file: PathBuf, tell: bool, shutdown: Cancellat
 /// All mockers of this process; when one fails, the others end too.
 async fn mockers(config: Config, file: PathBuf, shutdown: CancellationToken) -> Outcome {
     let configs = config.mockers().map_err(Failure::settings)?;
-    let (sizes, options, path) = (options(&config), config.mocker.options(), file.clone());
-    let read = tokio::task::spawn_blocking(move || MockedModel::read(&path, options)).await?;
+    let (mocker, path) = (config.mocker.options(), file.clone());
+    let read = tokio::task::spawn_blocking(move || MockedModel::read(&path, mocker)).await?;
     let mocked = read.map_err(|error| refused(&file, &error))?;
     let model = model_info(&config, mocked.artifacts.clone(), mocked.name.clone(), &file);
     tracing::warn!(workers = configs.len(), "a mocker computes nothing: its answers are random words");
     let (stop, mut workers) = (shutdown.child_token(), JoinSet::new());
     for config in configs {
-        let engine = mocked.start(sizes).map_err(Failure::settings)?;
+        let engine = mocked.start(options(&config)?).map_err(Failure::settings)?;
         let (model, stop) = (model.clone(), stop.clone());
         workers.spawn(async move {
             let listeners = listen(&config).await?;
@@ -103,10 +108,15 @@ async fn serve(
     let engine = Arc::new(engine);
     let ended = agent::run(config, engine.clone(), model, listeners, shutdown).await;
     tokio::task::spawn_blocking(move || engine.shutdown()).await?;
-    ended.map_err(|error| match error {
+    ended.map_err(agent_failure)
+}
+
+/// A directory that is none is a setting; the rest is not.
+fn agent_failure(error: AgentError) -> Failure {
+    match error {
         AgentError::Registration(RegistrationError::NotADirectory(_)) => Failure::settings(error),
         error => error.into(),
-    })
+    }
 }
 
 /// A source that cannot work is a setting; a download that broke is not.
@@ -133,15 +143,16 @@ pub fn refused(file: &Path, error: &dyn std::fmt::Display) -> Failure {
     Failure::Settings(if text.contains(&path) { text } else { format!("{path}: {text}") })
 }
 
-fn options(config: &Config) -> OpenOptions {
-    OpenOptions {
+fn options(config: &Config) -> Result<OpenOptions, Failure> {
+    Ok(OpenOptions {
         threads: config.threads.and_then(NonZeroUsize::new),
         block_size: config.block_size,
         total_blocks: config.kv_blocks,
         max_num_seqs: config.max_num_seqs,
         max_num_batched_tokens: config.max_num_batched_tokens,
+        tiers: config.tiers().map_err(Failure::settings)?,
         ..OpenOptions::default()
-    }
+    })
 }
 
 fn stem(file: &Path) -> String {

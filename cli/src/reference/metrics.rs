@@ -13,6 +13,7 @@ use router::http::metrics::{FrontendMetrics, RequestGuard};
 use router::metrics::{CoreMetrics, DecisionLabels, ReasonLabels};
 use router::openai::Endpoint;
 use router::replicas::metrics::ReplicaMetrics;
+use worker_agent::engine::remote::metrics::RemoteMetrics;
 use worker_agent::engine::{EngineInfo, EngineLoad};
 use worker_agent::metrics::Ending;
 use worker_agent::transfer::metrics::Failure;
@@ -59,9 +60,15 @@ fn worker() -> String {
     let block_size = kv_hashing::BlockSize::new(16).expect("not zero");
     let engine =
         EngineInfo { block_size, total_blocks: 1, max_num_seqs: 1, max_num_batched_tokens: 1, context_length: 16 };
-    let metrics = worker_agent::metrics::Metrics::new(&engine);
+    let mut metrics = worker_agent::metrics::Metrics::new(&engine);
+    // Only of workers beside a server.
+    let remote = RemoteMetrics::default();
+    remote.refused("");
+    remote.register(metrics.registry_mut());
     metrics.request_ended(Ending::eos);
     metrics.transfer.failures(Failure::lost);
+    metrics.transfer.sent_bytes("");
+    metrics.transfer.received_bytes("");
     metrics.encode(EngineLoad::default())
 }
 

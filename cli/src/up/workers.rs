@@ -135,6 +135,7 @@ fn arguments(args: &Up, model: &Path, name: &str, discovery: &Path, number: u16)
         ("--threads", threads(args).to_string()),
         ("--kv-blocks", args.kv_blocks.to_string()),
         ("--block-size", args.block_size.to_string()),
+        ("--kv-transfer", args.kv_transfer.as_str().to_owned()),
     ];
     let mut arguments = vec!["worker".to_owned(), "--with-parent".to_owned(), std::process::id().to_string()];
     arguments.extend(pairs.into_iter().flat_map(|(flag, value)| [flag.to_owned(), value]));

@@ -159,6 +159,22 @@ pub struct ArmatureCard {
     /// The worker answers `KvSample` on the request plane.
     #[serde(default)]
     pub answers_samples: bool,
+    /// Accelerators that the worker sees.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<DeviceCard>,
+}
+
+/// One accelerator of a worker.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceCard {
+    /// As its maker calls it.
+    pub name: String,
+    /// The same over reboots.
+    pub uuid: String,
+    /// All its memory, in bytes.
+    pub memory_bytes: u64,
+    /// What its code may use, as `9.0`.
+    pub capability: String,
 }
 
 /// Block hashes of a fixed sequence of tokens, plain and in a hash space: equal on both sides if they hash alike.

@@ -5,10 +5,12 @@
 //! event means to an index is told by [`Translator`]: the engine's own hashes only name blocks, so blocks are hashed anew.
 
 mod decode;
+mod source;
 mod translate;
 
 use serde::Deserialize;
 
+pub use source::{EventSource, MalformedSource};
 pub use translate::{Refused, Translated, Translator};
 
 /// What follows the events that an engine replays: its sequence in the last message.

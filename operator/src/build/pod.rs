@@ -44,12 +44,16 @@ pub(super) fn environment(more: &[EnvVar]) -> Vec<EnvVar> {
         value: Some("kubernetes".into()),
         ..Default::default()
     });
-    // Names must be unique: server-side apply treats the list as a map.
+    override_with(&mut variables, more);
+    variables
+}
+
+/// Adds `more`, which replace those of the same name: server-side apply treats the list as a map.
+pub(super) fn override_with(variables: &mut Vec<EnvVar>, more: &[EnvVar]) {
     for variable in more {
         variables.retain(|known| known.name != variable.name);
         variables.push(variable.clone());
     }
-    variables
 }
 
 /// A container of ours, complete but for resources and mounts.

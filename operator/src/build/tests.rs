@@ -97,6 +97,46 @@ fn a_full_object() {
     insta::assert_yaml_snapshot!(built(&full(), &settings));
 }
 
+/// Prefill and decode by vLLM: what differs between the pods of the two roles shows as well.
+#[test]
+fn pools_of_vllm() {
+    let vllm = json!({
+        "image": "vllm/vllm-openai:v0.11.0", "args": ["--max-model-len=8192"], "sharedMemory": "2Gi", "runAsUser": 0,
+    });
+    let pool = |role| {
+        json!({"name": role, "role": role, "engine": {"vllm": vllm}, "resources": {"limits": {"nvidia.com/gpu": 1}},
+            "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}]})
+    };
+    let spec = json!({"model": {"source": "hf://org/name@v2"}, "pools": [pool("prefill"), pool("decode")]});
+    let pods: Vec<_> = deployments(&object("chat", spec), &settings()).into_iter().skip(1).collect();
+    insta::assert_yaml_snapshot!(pods);
+}
+
+#[test]
+fn vllm_ends_after_its_worker_and_has_the_resources() {
+    let engine = json!({"vllm": {"image": "vllm:1", "command": ["python3", "-m", "server"], "args": ["--x"]}});
+    let spec = json!({
+        "model": {"name": "m", "source": "pvc://models/llama"},
+        "pools": [{"name": "w", "engine": engine, "resources": {"limits": {"nvidia.com/gpu": 2}}}],
+    });
+    let deployment = deployments(&object("chat", spec), &settings()).pop().expect("workers");
+    let pod = deployment.spec.and_then(|spec| spec.template.spec).expect("a pod");
+    let (worker, server) = (&pod.containers[0], &pod.init_containers.as_ref().expect("a sidecar")[0]);
+    assert_eq!(server.restart_policy.as_deref(), Some("Always"), "a sidecar: it outlives the containers");
+    let limits = |container: &k8s_openapi::api::core::v1::Container| {
+        container.resources.as_ref().and_then(|resources| resources.limits.clone()).unwrap_or_default()
+    };
+    assert_eq!((limits(worker).len(), limits(server)["nvidia.com/gpu"].0.as_str()), (0, "2"));
+    assert_eq!(server.command, Some(vec!["python3".into(), "-m".into(), "server".into()]));
+    let args = server.args.as_ref().expect("has arguments");
+    assert_eq!((args[0].as_str(), args.last().map(String::as_str)), ("/model/llama", Some("--x")));
+    assert!(!args.iter().any(|arg| arg.contains("NixlConnector")), "it does not exchange KV: {args:?}");
+    for container in [worker, server] {
+        let mounts: Vec<_> = container.volume_mounts.iter().flatten().map(|mount| mount.mount_path.as_str()).collect();
+        assert!(mounts.contains(&"/model") && mounts.contains(&"/cache"), "{mounts:?}");
+    }
+}
+
 #[test]
 fn building_twice_gives_the_same_bytes() {
     for object in [smallest(), full()] {

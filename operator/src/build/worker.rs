@@ -1,9 +1,11 @@
 //! The workers of a deployment: a `WorkerPool` for each pool, its Deployment, the Service they are discovered through, and
 //! what they may write.
 
+mod vllm;
+
 use crds::model_deployment::{Model, Pool};
 use crds::source::Source;
-use crds::worker_pool::WorkerPoolSpec;
+use crds::worker_pool::{BuiltIn, WorkerPoolSpec};
 use crds::{WorkerPool, label};
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::core::v1::{
@@ -105,7 +107,7 @@ pub fn pool_deployment(
     let mut labels = part.labels();
     let mut template = PodTemplateSpec {
         metadata: Some(ObjectMeta { labels: Some(labels.clone()), ..Default::default() }),
-        spec: Some(pod_spec(spec, &part, settings, &source)),
+        spec: Some(pod_spec(spec, &part, settings, &source)?),
     };
     let revision = revision(&template);
     labels.insert(label::REVISION.into(), revision.clone());
@@ -118,7 +120,7 @@ pub fn pool_deployment(
     Ok((rolling(meta, &part, spec.replicas, template, PROGRESS_DEADLINE_S), revision))
 }
 
-fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source: &Source) -> PodSpec {
+fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source: &Source) -> Result<PodSpec, Invalid> {
     let worker = &spec.worker;
     let (model_path, volume, mount) = model_volume(source);
     let image = spec.image.as_deref().unwrap_or(&settings.image);
@@ -127,37 +129,51 @@ fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source:
     let env: Vec<EnvVar> = std::iter::once(cache).chain(worker.env.iter().cloned()).collect();
     let grace_s = worker.termination_grace_period_seconds.unwrap_or(GRACE_S);
     let ports = [("request", REQUEST_PORT), ("events", EVENT_PORT), ("transfer", TRANSFER_PORT), ("admin", ADMIN_PORT)];
-    let mut container =
-        pod::container("worker", image, pull_policy, args(spec, image, &model_path, grace_s), &env, &ports);
+    let engine = worker.engine.clone().unwrap_or_default();
+    let (computes, engine_args) = match &engine.vllm {
+        None => (image, built_in_args(&model_path, &engine.built_in.unwrap_or_default())),
+        Some(vllm) => (vllm.image.as_str(), vllm::worker_args(source)?),
+    };
+    let args = args(spec, computes, grace_s, engine_args);
+    let mut container = pod::container("worker", image, pull_policy, args, &env, &ports);
     container.resources = worker.resources.as_ref().and_then(|resources| resources.requirements());
     container.volume_mounts = Some(vec![mount]);
     pod::probes(&mut container, "admin");
-    PodSpec {
+    let mut pod = PodSpec {
         volumes: Some(vec![volume]),
         node_selector: non_empty(&worker.node_selector),
         tolerations: (!worker.tolerations.is_empty()).then(|| worker.tolerations.clone()),
         ..pod::pod(part, settings, name::workers(&spec.deployment), container, grace_s)
+    };
+    if let Some(server) = &engine.vllm {
+        vllm::beside(&mut pod, spec, server, source)?;
     }
+    Ok(pod)
 }
 
-/// `armature worker` and its flags; engine settings only where the author set them. Pools of the same image and model exchange
-/// KV, whatever else differs between their pods.
-fn args(spec: &WorkerPoolSpec, image: &str, model_path: &str, grace_s: i64) -> Vec<String> {
+/// `armature worker` and its flags. Pools whose engines come from the same image and compute the same model exchange KV,
+/// whatever else differs between their pods.
+fn args(spec: &WorkerPoolSpec, computes: &str, grace_s: i64, engine: Vec<String>) -> Vec<String> {
     let model_name = spec.model.name.as_deref().unwrap_or(&spec.deployment);
     let mut args = vec![
         "worker".to_string(),
         "--discovery-backend=kubernetes".into(),
         format!("--role={}", spec.role.as_str()),
         format!("--model-name={model_name}"),
-        format!("--model={model_path}"),
         format!("--port={REQUEST_PORT}"),
         format!("--event-port={EVENT_PORT}"),
         format!("--transfer-port={TRANSFER_PORT}"),
-        format!("--kv-revision={}", revision(&(image, &spec.model.source))),
+        format!("--kv-revision={}", revision(&(computes, &spec.model.source))),
         format!("--admin-port={ADMIN_PORT}"),
         format!("--drain-s-max={}", grace_s - EXIT_S),
     ];
-    let engine = spec.worker.engine.as_ref().and_then(|engine| engine.built_in.clone()).unwrap_or_default();
+    args.extend(engine);
+    args.extend(spec.worker.extra_args.iter().cloned());
+    args
+}
+
+/// Flags of the built-in engine; settings only where the author set them.
+fn built_in_args(model_path: &str, engine: &BuiltIn) -> Vec<String> {
     let numbers = [
         ("threads", engine.threads),
         ("block-size", engine.block_size),
@@ -165,9 +181,8 @@ fn args(spec: &WorkerPoolSpec, image: &str, model_path: &str, grace_s: i64) -> V
         ("max-num-seqs", engine.max_num_seqs),
         ("max-num-batched-tokens", engine.max_num_batched_tokens),
     ];
-    args.extend(numbers.into_iter().filter_map(|(flag, value)| value.map(|value| format!("--{flag}={value}"))));
-    args.extend(spec.worker.extra_args.iter().cloned());
-    args
+    let set = numbers.into_iter().filter_map(|(flag, value)| value.map(|value| format!("--{flag}={value}")));
+    std::iter::once(format!("--model={model_path}")).chain(set).collect()
 }
 
 /// What `--model` says, and the volume with the model or the room to download it to.

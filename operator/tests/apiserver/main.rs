@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use crds::{DynamoWorkerMetadata, ModelDeployment, WorkerPool};
 use k8s_openapi::api::apps::v1::Deployment;
+use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Service, ServiceAccount};
 use k8s_openapi::api::events::v1::Event;
 use k8s_openapi::api::rbac::v1::{Role, RoleBinding};
@@ -276,4 +277,30 @@ impl Server {
         let found = conditions.into_iter().find(|c| c.type_ == kind).unwrap_or_else(|| panic!("no condition {kind}"));
         (found.status, found.reason)
     }
+}
+
+#[tokio::test]
+async fn an_operator_that_lost_its_lease_is_a_candidate_again() {
+    let server = Server::start("lost").await;
+    let operator = server.operator("only", 3).await;
+    server.until("it leads", async || operator.leads().await).await;
+    let leases = server.api::<Lease>();
+    let name = leases.list(&ListParams::default()).await.expect("listed").items.pop().and_then(|l| l.metadata.name);
+    let name = name.expect("the Lease");
+    let hand_to = async |holder: &str| {
+        let spec = json!({"spec": {"holderIdentity": holder, "leaseDurationSeconds": 3600}});
+        leases.patch(&name, &PatchParams::default(), &Patch::Merge(&spec)).await.expect("patched");
+    };
+    hand_to("another").await;
+    server.until("it leads no longer", async || !operator.leads().await).await;
+    server.create("chat", &json!({"model": {"source": "hf://org/name"}})).await.expect("valid");
+    hand_to("").await;
+    server.until("it leads again", async || operator.leads().await).await;
+    server
+        .until("chat is built", async || {
+            server.api::<Deployment>().get_opt("chat-worker").await.expect("answers").is_some()
+        })
+        .await;
+    operator.stop().await.expect("ends well");
+    server.stop().await;
 }

@@ -7,6 +7,8 @@ use std::str::FromStr;
 
 use hyper::Uri;
 use protocol::metadata::instance_id;
+pub use protocol::vllm_events::EventSource;
+use protocol::vllm_events::MalformedSource;
 
 /// An OpenAI server.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,15 +27,6 @@ pub struct ServerUrl {
     port: u16,
     /// Begins with a slash, or is empty.
     path: String,
-}
-
-/// Where an engine publishes its KV events, over ZeroMQ.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct EventSource {
-    /// `tcp://HOST:PORT` of its publisher; with `*` for a host it is the engine that connects, to this port of the router.
-    pub address: String,
-    /// `tcp://HOST:PORT` at which it sends past events again.
-    pub replay: Option<String>,
 }
 
 /// `URL=EVENTS[;replay=ADDRESS]`: the events of one server.
@@ -120,36 +113,12 @@ impl FromStr for ServerUrl {
     }
 }
 
-impl EventSource {
-    /// Whether the engine connects to us.
-    pub fn is_bound_here(&self) -> bool {
-        self.address.starts_with("tcp://*:")
-    }
-}
-
 impl FromStr for EventsOf {
     type Err = AddressError;
 
     fn from_str(text: &str) -> Result<Self, AddressError> {
         let (server, source) = text.split_once('=').ok_or(AddressError("must be URL=tcp://HOST:PORT"))?;
-        let (address, replay) = match source.split_once(';') {
-            None => (source, None),
-            Some((address, more)) => {
-                let replay =
-                    more.strip_prefix("replay=").ok_or(AddressError("only ;replay=tcp://HOST:PORT may follow"))?;
-                (address, Some(replay))
-            }
-        };
-        let well_formed = |address: &str, wildcard: bool| {
-            let host_and_port = address.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':'));
-            host_and_port.is_some_and(|(host, port)| {
-                port.parse::<u16>().is_ok_and(|port| port > 0) && !host.is_empty() && (wildcard || host != "*")
-            })
-        };
-        if !well_formed(address, true) || !replay.is_none_or(|replay| well_formed(replay, false)) {
-            return Err(AddressError("addresses of events must be tcp://HOST:PORT"));
-        }
-        let source = EventSource { address: address.to_owned(), replay: replay.map(str::to_owned) };
+        let source = source.parse().map_err(|error: MalformedSource| AddressError(error.0))?;
         Ok(Self { server: server.parse()?, source })
     }
 }
@@ -195,22 +164,8 @@ mod tests {
     fn event_sources_belong_to_a_server() {
         let events: EventsOf = "http://a:8000=tcp://a:5557;replay=tcp://a:5558".parse().expect("valid");
         assert_eq!(events.server.to_string(), "http://a:8000");
-        assert_eq!(
-            (events.source.address.as_str(), events.source.replay.as_deref()),
-            ("tcp://a:5557", Some("tcp://a:5558"))
-        );
-        assert!(!events.source.is_bound_here());
-        let bound: EventsOf = "a:8000=tcp://*:5557".parse().expect("valid");
-        assert!(bound.source.is_bound_here() && bound.source.replay.is_none());
-        for text in [
-            "http://a:1",
-            "http://a:1=",
-            "http://a:1=udp://a:2",
-            "http://a:1=tcp://a",
-            "http://a:1=tcp://a:2;x=y",
-            "http://a:1=tcp://a:2;replay=tcp://*:3",
-            "=tcp://a:2",
-        ] {
+        assert_eq!(events.source.address, "tcp://a:5557");
+        for text in ["http://a:1", "http://a:1=", "http://a:1=udp://a:2", "=tcp://a:2"] {
             assert!(text.parse::<EventsOf>().is_err(), "{text}");
         }
     }

@@ -13,6 +13,7 @@ use routing::KvFormat;
 use super::attempts::{Attempts, Job, Leg};
 use crate::backend::DispatchError;
 use crate::metrics::ReasonLabels;
+use crate::request_plane::Kept;
 
 /// Whether others might do what these workers did not.
 fn is_of_workers(error: &DispatchError) -> bool {
@@ -132,24 +133,33 @@ impl Migration {
         self.job.as_ref().is_some_and(|job| job.request.prefill_only)
     }
 
-    /// Finds the worker of the second half; `params` tell it how the KV of the prompt is fetched, which is of the kind `kv`. If nobody
-    /// that could is left, it is computed.
-    pub(super) async fn hand_over(mut self, params: String, kv: KvFormat) -> (Self, Result<Leg, DispatchError>) {
+    /// Finds the worker of the second half; `params` tell it how the KV of the prompt is fetched, which is of the kind `kv`. If
+    /// nobody that could is left, the prompt is computed. Where nobody fetches it, or the client leaves meanwhile, the KV is given
+    /// up with `kept`.
+    pub(super) async fn hand_over(
+        mut self,
+        params: String,
+        kv: KvFormat,
+        kept: Kept,
+    ) -> (Self, Result<Leg, DispatchError>) {
         let job = self.job.as_mut().expect("the job of a first half is kept");
-        let kept = !params.is_empty();
-        if kept {
+        let fetchable = !params.is_empty();
+        if fetchable {
             job.join_from(params, &kv);
         } else {
             job.join();
         }
         job.ask.resume(&job.request);
-        let mut outcome = if kept { "remote" } else { "not kept" };
+        let mut outcome = if fetchable { "remote" } else { "not kept" };
         let mut leg = self.attempts.run(job).await;
-        let others = || kept && self.attempts.cluster.view.load().set.mixes_kv();
+        let others = || fetchable && self.attempts.cluster.view.load().set.mixes_kv();
         if leg.as_ref().is_err_and(|error| !job.losses.is_over() && is_of_workers(error)) && others() {
             outcome = "kv differs";
             job.join();
             leg = self.attempts.run(job).await;
+        } else if leg.is_ok() {
+            // The worker that answers has fetched it, or ended the lease itself.
+            kept.taken();
         }
         self.attempts.count(if leg.is_ok() { outcome } else { "no decode worker" });
         self.moved = true;

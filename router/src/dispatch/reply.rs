@@ -68,9 +68,9 @@ impl Reply {
     /// Lets the worker of the first half go, and begins to look for one for the second.
     fn hand_over(&mut self, params: String) {
         if let State::Running(leg, migration) = std::mem::replace(&mut self.state, State::Ended) {
-            let kv = leg.life.kv_format();
+            let (kept, kv) = (leg.stream.keep(), leg.life.kv_format());
             drop(leg);
-            self.state = State::Moving(Box::pin(migration.hand_over(params, kv)));
+            self.state = State::Moving(Box::pin(migration.hand_over(params, kv, kept)));
         }
     }
 

@@ -15,7 +15,7 @@ use tokio::time::sleep;
 
 use super::wire;
 use crate::metrics::{CoreMetrics, ReasonLabels};
-use crate::zmtp::{PAUSE, Subscriber, ZmtpError};
+use zmtp::{PAUSE, Subscriber, ZmtpError};
 
 /// A publisher sends a heartbeat every second: after five missed ones the socket is rebuilt.
 const SILENCE: Duration = Duration::from_secs(5);

@@ -1,10 +1,9 @@
 //! A model's tokenizer and chat template from a directory, as Hugging Face lays it out.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use protocol::metadata::{ArmatureCard, ModelCard};
-use serde::Deserialize;
-use serde_json::{Map, Value};
+use protocol::model_directory::{self, FileError};
 
 use super::config::ModelSource;
 use crate::model::{Model, ModelError, ModelFiles};
@@ -20,113 +19,32 @@ pub enum ModelFilesError {
     Model(PathBuf, ModelError),
 }
 
-/// `tokenizer_config.json`, as far as it is read here.
-#[derive(Default, Deserialize)]
-struct TokenizerConfig {
-    #[serde(default)]
-    chat_template: Option<Value>,
-    #[serde(default)]
-    add_bos_token: Option<bool>,
-    #[serde(flatten)]
-    rest: Map<String, Value>,
-}
-
-/// `tokenizer.json`, as far as it tells what is put before a prompt.
-#[derive(Deserialize)]
-struct Framing {
-    #[serde(default)]
-    post_processor: Value,
-    #[serde(default)]
-    added_tokens: Vec<AddedToken>,
-}
-
-#[derive(Deserialize)]
-struct AddedToken {
-    id: u32,
-    content: String,
-}
-
 /// Loads the model of a source. Reads the disk and computes for some 0.2 s: call it on a blocking thread.
 pub(super) fn load(source: &ModelSource) -> Result<Model, ModelFilesError> {
     let path = &source.path;
     let directory = if path.is_dir() { path } else { path.parent().unwrap_or(path) };
-    let tokenizer = directory.join("tokenizer.json");
-    let tokenizer_json = std::fs::read(&tokenizer).map_err(|error| bad(&tokenizer, error))?;
-    let config = directory.join("tokenizer_config.json");
-    let config = match read_if_there(&config)? {
-        Some(text) => serde_json::from_slice(&text).map_err(|error| bad(&config, error))?,
-        None => TokenizerConfig::default(),
+    let read = |name: &str| match std::fs::read(directory.join(name)) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error.to_string()),
     };
-    let framing: Framing = serde_json::from_slice(&tokenizer_json).map_err(|error| bad(&tokenizer, error))?;
-    let roles: Map<String, Value> =
-        config.rest.iter().filter(|(name, _)| name.ends_with("_token")).map(owned).collect();
-    let armature = ArmatureCard { bos_token_id: begin_token(&config, &framing, &roles), ..ArmatureCard::default() };
+    let found = model_directory::read(read).map_err(|error| {
+        let FileError { name, reason } = error;
+        ModelFilesError::File(directory.join(name), reason)
+    })?;
+    let armature = ArmatureCard { bos_token_id: found.bos_token_id, ..ArmatureCard::default() };
     let files = ModelFiles {
-        tokenizer_json,
-        chat_template: chat_template(directory, config.chat_template)?,
-        special_tokens: Some(Value::Object(roles).to_string().into_bytes()),
+        tokenizer_json: found.tokenizer_json,
+        chat_template: found.chat_template,
+        special_tokens: Some(found.special_tokens.to_string().into_bytes()),
     };
     let card = ModelCard { armature: Some(armature), ..ModelCard::default() };
     Model::load(files, &card).map_err(|error| ModelFilesError::Model(directory.to_owned(), error))
 }
 
-fn owned((name, value): (&String, &Value)) -> (String, Value) {
-    (name.clone(), value.clone())
-}
-
-fn bad(path: &Path, reason: impl ToString) -> ModelFilesError {
-    ModelFilesError::File(path.to_owned(), reason.to_string())
-}
-
-fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>, ModelFilesError> {
-    match std::fs::read(path) {
-        Ok(bytes) => Ok(Some(bytes)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(bad(path, error)),
-    }
-}
-
-/// The template has a file of its own, or is a field of the tokenizer's configuration: one text, or several with names.
-fn chat_template(directory: &Path, field: Option<Value>) -> Result<Option<String>, ModelFilesError> {
-    let own = directory.join("chat_template.jinja");
-    if let Some(text) = read_if_there(&own)? {
-        return String::from_utf8(text).map(Some).map_err(|error| bad(&own, error));
-    }
-    Ok(match field {
-        Some(Value::String(text)) => Some(text),
-        Some(Value::Array(named)) => {
-            let default = named.iter().find(|template| template["name"] == "default").or(named.first());
-            default.and_then(|template| template["template"].as_str()).map(str::to_owned)
-        }
-        _ => None,
-    })
-}
-
-/// The token that the servers put before a completion prompt.
-fn begin_token(config: &TokenizerConfig, framing: &Framing, roles: &Map<String, Value>) -> Option<u32> {
-    match config.add_bos_token {
-        Some(true) => {
-            let role = roles.get("bos_token")?;
-            let text = role.as_str().or_else(|| role["content"].as_str())?;
-            framing.added_tokens.iter().find(|token| token.content == text).map(|token| token.id)
-        }
-        Some(false) => None,
-        None => framed_by(&framing.post_processor),
-    }
-}
-
-/// The token that a post-processor puts before a single text.
-fn framed_by(post_processor: &Value) -> Option<u32> {
-    if let Some(steps) = post_processor["processors"].as_array() {
-        return steps.iter().find_map(framed_by);
-    }
-    let name = post_processor["single"][0]["SpecialToken"]["id"].as_str()?;
-    u32::try_from(post_processor["special_tokens"][name]["ids"][0].as_u64()?).ok()
-}
-
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
     use crate::model::chat_template::{Content, TemplateInput, TemplateMessage};

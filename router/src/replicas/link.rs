@@ -19,7 +19,7 @@ use tokio::time::sleep;
 use super::hub::{Body, Message};
 use super::metrics::ReplicaMetrics;
 use super::wire;
-use crate::zmtp::{PAUSE, Subscriber, ZmtpError};
+use zmtp::{PAUSE, Subscriber, ZmtpError};
 
 /// A router says four times a second how it is: after eight missed messages the socket is rebuilt.
 const SILENCE: Duration = Duration::from_secs(2);

@@ -8,7 +8,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
 use crate::metrics::ReasonLabels;
-use crate::zmtp::PublisherCounters;
+use zmtp::PublisherCounters;
 
 /// What was told and heard.
 #[derive(Default)]

@@ -21,7 +21,6 @@ use super::metrics::ReplicaMetrics;
 use super::options::ReplicaSettings;
 use super::{Load, ReplicaError, outbox};
 use crate::metrics::ReasonLabels;
-use crate::zmtp;
 
 /// How often the status is sent at least: readers measure silence by it.
 const STATUS: Duration = Duration::from_millis(250);

@@ -212,6 +212,7 @@ impl Link {
         }
     }
 
+    /// A worker ignores it for a stream that has ended and left nothing behind.
     fn cancel(&self, id: u64) {
         self.outbox.push(&ClientFrame { stream_id: id, body: Some(client_frame::Body::Cancel(Cancel {})) });
     }
@@ -252,7 +253,29 @@ fn is_last(body: &server_frame::Body) -> bool {
     }
 }
 
-/// One stream of a connection. Dropping it before its last frame cancels it at the worker.
+/// What a stream left behind at its worker when it ended, for another worker to fetch. Dropping it tells the worker that
+/// nobody will.
+pub(crate) struct Kept {
+    id: u64,
+    link: Option<Arc<Link>>,
+}
+
+impl Kept {
+    /// It has been fetched, or will be.
+    pub(crate) fn taken(mut self) {
+        self.link = None;
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        if let Some(link) = &self.link {
+            link.cancel(self.id);
+        }
+    }
+}
+
+/// One stream of a connection. Dropping it before its last frame was read cancels it at the worker.
 #[derive(Debug)]
 pub(crate) struct Stream {
     id: u64,
@@ -281,6 +304,11 @@ impl Stream {
         Poll::Ready(body)
     }
 
+    /// What a first half leaves behind with its last frame.
+    pub(crate) fn keep(&self) -> Kept {
+        Kept { id: self.id, link: Some(self.link.clone()) }
+    }
+
     /// Why the connection was lost.
     pub(crate) fn lost_reason(&self) -> String {
         let closed = self.link.streams.lock().closed.clone();
@@ -299,7 +327,16 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if self.open && self.link.streams.lock().open.remove(&self.id).is_some() {
+        if !self.open {
+            return;
+        }
+        let connected = {
+            let mut streams = self.link.streams.lock();
+            streams.open.remove(&self.id);
+            streams.closed.is_none()
+        };
+        // Also when its last frame has come and nobody read it: what a first half left behind is nobody's then.
+        if connected {
             self.link.cancel(self.id);
         }
     }

@@ -360,3 +360,25 @@ async fn short_or_cached_prompts_stay_on_the_decode_worker_where_that_is_wanted(
     assert_eq!((prefill.requests().len(), decode.requests().len()), (1, 2), "8 of 24 tokens are left");
     assert_eq!(prefills(&cluster, "few uncached tokens"), 1.0);
 }
+
+#[tokio::test]
+async fn a_prompt_that_nobody_will_fetch_is_given_back() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let (prefill, decode) = halves(&cluster).await;
+    let given_back = || prefill.cancelled.load(Ordering::SeqCst);
+    let routed = cluster.generate(&prompt(1, 2)).await.expect("routed");
+    assert_eq!(drain(routed).await, (vec![1, 2, 3], Ok(())));
+
+    decode.behave(Behaviour::Refuse(ErrorCode::InvalidRequest));
+    let routed = cluster.generate(&prompt(2, 2)).await.expect("routed");
+    assert!(drain(routed).await.1.is_err());
+    cluster.until("the prefill worker is told that the second half failed", || given_back() == 1).await;
+
+    decode.behave(Behaviour::Silence);
+    let routed = cluster.generate(&prompt(3, 2)).await.expect("routed");
+    let asked = decode.requests().len();
+    let moving = tokio::spawn(async move { drain(routed).await });
+    cluster.until("the decode worker is asked", || decode.requests().len() > asked).await;
+    moving.abort();
+    cluster.until("the prefill worker is told that the client has left", || given_back() == 2).await;
+}

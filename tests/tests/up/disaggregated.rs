@@ -44,29 +44,41 @@ async fn metric(system: &System, name: &str) -> f64 {
     sum
 }
 
+/// Bytes of KV that workers have handed out and that others have taken, over this transport.
+async fn travelled(system: &System, transport: &str) -> (f64, f64) {
+    let name = |what| format!("armature_worker_kv_transfer_{what}_bytes_total{{transport=\"{transport}\"}}");
+    (metric(system, &name("sent")).await, metric(system, &name("received")).await)
+}
+
 #[tokio::test]
 async fn fifty_answers_are_the_same_whether_the_kv_travelled_or_not() {
     let whole = answers(&System::start(1).await).await;
-    let halves = System::start_with(3, &["--prefill-workers", "1"], &[]).await;
-    let split = answers(&halves).await;
-    for (number, (split, whole)) in split.iter().zip(&whole).enumerate() {
-        assert_eq!(split, whole, "prompt {number}");
+    for (flag, taken, other) in [("tcp", "tcp", "shm"), ("shm", "shm", "tcp"), ("auto", "shm", "tcp")] {
+        let halves = System::start_with(3, &["--prefill-workers", "1", "--kv-transfer", flag], &[]).await;
+        let split = answers(&halves).await;
+        for (number, (split, whole)) in split.iter().zip(&whole).enumerate() {
+            assert_eq!(split, whole, "{flag}: prompt {number}");
+        }
+        let (_, _, page) = halves.router.send(Method::GET, "/metrics", None).await.expect("metrics");
+        let page = String::from_utf8(page.to_vec()).expect("UTF-8");
+        let remote = format!("armature_router_prefills_total{{reason=\"remote\"}} {PROMPTS}\n");
+        assert!(page.contains(&remote), "{page}");
+        let (sent, received) = travelled(&halves, taken).await;
+        assert!(sent > 1e6 && received > 1e6 && received <= sent, "{flag}: {sent} {received}");
+        assert_eq!(travelled(&halves, other).await, (0.0, 0.0), "{flag}");
+        assert_eq!(metric(&halves, "armature_worker_kv_transfer_failures_total").await, 0.0);
     }
-    let (_, _, page) = halves.router.send(Method::GET, "/metrics", None).await.expect("metrics");
-    let page = String::from_utf8(page.to_vec()).expect("UTF-8");
-    let remote = format!("armature_router_prefills_total{{reason=\"remote\"}} {PROMPTS}\n");
-    assert!(page.contains(&remote), "{page}");
-    let (sent, received) = (
-        metric(&halves, "armature_worker_kv_transfer_sent_bytes_total").await,
-        metric(&halves, "armature_worker_kv_transfer_received_bytes_total").await,
-    );
-    assert!(sent > 1e6 && received > 1e6 && received <= sent, "{sent} {received}");
-    assert_eq!(metric(&halves, "armature_worker_kv_transfer_failures_total").await, 0.0);
 }
 
 #[tokio::test]
 async fn no_request_fails_while_the_prefill_worker_is_killed() {
-    let system = System::start_with(3, &["--prefill-workers", "1"], &[]).await;
+    for transport in ["tcp", "shm"] {
+        no_request_fails_while_it_is_killed(transport).await;
+    }
+}
+
+async fn no_request_fails_while_it_is_killed(transport: &str) {
+    let system = System::start_with(3, &["--prefill-workers", "1", "--kv-transfer", transport], &[]).await;
     let ask = |number| {
         let system = &system;
         async move {
@@ -78,6 +90,6 @@ async fn no_request_fails_while_the_prefill_worker_is_killed() {
     };
     let ends: Vec<_> = futures::stream::iter(0..24).map(ask).buffered(AT_ONCE).collect().await;
     for (number, end) in ends.into_iter().enumerate() {
-        assert!(end.is_ok(), "prompt {number}: {end:?}");
+        assert!(end.is_ok(), "{transport}: prompt {number}: {end:?}");
     }
 }

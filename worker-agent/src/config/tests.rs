@@ -60,6 +60,16 @@ fn each_wrong_value_gets_one_line_that_names_it() {
         (&["--mocker-kv-token-ns", "NaN"], "--mocker-kv-token-ns \"NaN\": must be from 0 to 1000000000"),
         (&["--mocker-answer-tokens", "0.5"], "--mocker-answer-tokens \"0.5\": must be at least 1"),
         (&["--mocker-workers", "0"], "--mocker-workers \"0\": must be from 1 to 10000"),
+        (&["--engine", "vllm"], "--engine vllm needs --model-path"),
+        (&["--model-path", "m"], "--model-path needs --engine vllm"),
+        (
+            &["--engine", "vllm", "--model-path", "m", "--vllm-url", "https://a:1"],
+            "--vllm-url \"https://a:1\": must be http://HOST:PORT",
+        ),
+        (
+            &["--engine", "vllm", "--model-path", "m", "--vllm-block-size", "0"],
+            "--vllm-block-size \"0\": must be at least 1",
+        ),
     ] {
         let error = with(flags).expect_err(line);
         assert!(error.starts_with(line), "{error}");
@@ -110,4 +120,19 @@ fn the_mocker_s_times_are_its_profile_s_unless_given() {
     let given = options(&["--mocker-base-ms", "2.5", "--mocker-kv-token-ns", "7"]).timing;
     assert_eq!(given, TimingModel { base_ns: 2.5e6, kv_token_ns: 7.0, ..Profile::Llama3_8b.timing() });
     assert_eq!(options(&["--speedup-ratio", "0"]).speedup_ratio, 0.0);
+}
+
+#[test]
+fn vllm_is_asked_where_it_is_and_listens_to_only_as_far_as_needed() {
+    let settings = |args: &[&str]| {
+        let base = ["worker", "--name", "v", "--engine", "vllm", "--model-path", "m"];
+        Cli::try_parse_from([&base[..], args].concat()).expect("flags").config.vllm_settings().expect("valid")
+    };
+    let beside = settings(&["--vllm-kv-events", "tcp://*:5557;replay=tcp://127.0.0.1:5558"]);
+    assert_eq!((beside.url.as_str(), beside.events_bind.is_loopback()), ("http://127.0.0.1:8000", true));
+    assert_eq!(beside.events.expect("given").bound_port(), Some(5557));
+    let apart = settings(&["--vllm-url", "http://gpu-7:8000/v1/"]);
+    assert_eq!((apart.url.as_str(), apart.events_bind.is_unspecified()), ("http://gpu-7:8000", true));
+    let refused = Cli::try_parse_from(["worker", "--name", "v", "--vllm-kv-events", "ipc://x"]);
+    assert!(refused.err().expect("no address").to_string().contains("tcp://HOST:PORT"));
 }

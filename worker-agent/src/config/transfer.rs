@@ -5,6 +5,7 @@ use std::time::Duration;
 use clap::Args;
 
 use super::{Config, ConfigError, DiscoveryBackend};
+use crate::transfer::Transports;
 
 /// Flags of KV transfer.
 #[derive(Args, Clone, Debug)]
@@ -18,7 +19,10 @@ pub struct TransferConfig {
     /// How long a prefill worker keeps a prompt's KV for the worker that goes on, from the last progress, in seconds
     #[arg(long, default_value_t = 30)]
     pub kv_lease_secs: u64,
-    /// Time for fetching a prompt's KV, in milliseconds, and 50 more for each MiB; after that it is computed
+    /// How KV blocks travel between workers: `auto` takes shared memory within a host, and TCP otherwise
+    #[arg(long, value_enum, default_value_t = Transports::Auto)]
+    pub kv_transfer: Transports,
+    /// Time for fetching a prompt's KV, in milliseconds, and 100 more for each MiB; after that it is computed
     #[arg(long, default_value_t = 2000)]
     pub kv_transfer_timeout_ms: u64,
 }
@@ -30,6 +34,8 @@ pub struct TransferSettings {
     pub lease: Duration,
     /// Time for a fetch beside that for its bytes.
     pub timeout: Duration,
+    /// How blocks travel.
+    pub transports: Transports,
 }
 
 /// The port where discovery does not need to tell ports.
@@ -56,6 +62,7 @@ impl Config {
         Ok(TransferSettings {
             lease: Duration::from_secs(kv_lease_secs),
             timeout: Duration::from_millis(kv_transfer_timeout_ms),
+            transports: self.transfer.kv_transfer,
         })
     }
 }

@@ -1,8 +1,8 @@
 //! The built-in engine: Llama-family GGUF models on the CPU, with a paged KV arena and continuous batching.
 //!
-//! Five rooms: the model's numerics (`gguf`, `quant`, `kernels`, `llama`), where KV lives (`arena`), what runs next
-//! (`pool`, `scheduler`), which token comes out (`sampling`), and blocks that go to and come from other engines
-//! (`exchange`). The scheduler sees the numerics only through [`Forward`];
+//! Six rooms: the model's numerics (`gguf`, `quant`, `kernels`, `llama`), where KV lives (`arena`) and where it goes when
+//! there is no more room (`tiers`), what runs next (`pool`, `scheduler`), which token comes out (`sampling`), and blocks that
+//! go to and come from other engines (`exchange`). The scheduler sees the numerics only through [`Forward`];
 //! the mocker is the same engine with another [`Forward`].
 
 use std::sync::Arc;
@@ -28,6 +28,7 @@ pub(crate) mod shadow;
 pub mod stop;
 #[cfg(test)]
 pub(crate) mod test_model;
+pub mod tiers;
 
 /// Index of a block in the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -18,6 +18,7 @@ use super::builtin::open::{OpenError, OpenOptions};
 use super::builtin::scheduler::{InvalidConfig, SchedulerConfig};
 use super::builtin::service::{BuiltIn, StartError};
 use super::builtin::stop::Vocabulary;
+use super::builtin::tiers::TierOptions;
 use crate::artifacts::Artifacts;
 
 pub mod pace;
@@ -79,7 +80,7 @@ impl MockedModel {
             context_length: self.options.context_length,
         };
         let config = SchedulerConfig { engine, max_waiting: sizes.max_waiting };
-        start(config, self.vocabulary.clone(), self.text.clone(), self.options)
+        start(config, self.vocabulary.clone(), self.text.clone(), self.options, &sizes.tiers)
     }
 }
 
@@ -89,11 +90,12 @@ fn start(
     vocabulary: Arc<Vocabulary>,
     text: Arc<PlainText>,
     options: MockerOptions,
+    tiers: &TierOptions,
 ) -> Result<BuiltIn, StartError> {
     let pacer = Pacer::new(SystemClock::default(), options.speedup_ratio);
     let kv = kv(&config);
     let forward = Paced::new(options.timing, pacer, vocabulary.token_bytes.len(), text).with_kv(kv);
-    BuiltIn::start(forward, config, vocabulary)
+    BuiltIn::start_with_tiers(forward, config, vocabulary, tiers)
 }
 
 /// Blocks of a kilobyte or more that nobody computes: they are moved between mockers as a model's are between its workers, in

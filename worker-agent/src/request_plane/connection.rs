@@ -264,8 +264,7 @@ impl Connection {
                 self.send(0, Body::Pong(Pong { nonce: ping.nonce }));
             }
             Client::Credit(credit) => self.streams.add_credit(id, credit.frames),
-            Client::Cancel(_) if !self.streams.cancel(id) => self.bulk.cancel(id),
-            Client::Cancel(_) => {}
+            Client::Cancel(_) => self.cancel(id),
             Client::Generate(generate) => {
                 self.open(id)?;
                 self.generate(id, generate);
@@ -291,6 +290,17 @@ impl Connection {
             Client::Hello(_) => return Err(ConnectionError::Violation("a second Hello".into())),
         }
         Ok(())
+    }
+
+    /// Of a stream that has ended with its prompt kept for another worker, none will fetch it.
+    fn cancel(&mut self, id: u64) {
+        if self.streams.cancel(id) {
+            return;
+        }
+        match (self.streams.take_lease(id), self.service.engine.exchange()) {
+            (Some(lease), Some(exchange)) => exchange.end_lease(lease),
+            _ => self.bulk.cancel(id),
+        }
     }
 
     /// Ids rise; with 0 being the connection itself, that also excludes it.
@@ -330,7 +340,7 @@ impl Connection {
                 let (ending, code) = match error {
                     SubmitError::Invalid(_) => (Ending::invalid, ErrorCode::InvalidRequest),
                     SubmitError::Overloaded(_) => (Ending::overloaded, ErrorCode::Overloaded),
-                    SubmitError::Stopped => (Ending::failed, ErrorCode::Engine),
+                    SubmitError::Stopped => (Ending::draining, ErrorCode::Draining),
                 };
                 metrics.request_ended(ending);
                 self.fail(id, code, error.to_string());

@@ -4,7 +4,7 @@
 //! for the streams that have something. A stream out of credit is not polled at all: its tokens wait in the engine's
 //! channel, and leave in one frame when credit comes.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
@@ -23,15 +23,21 @@ use tokio::sync::mpsc;
 use crate::drain::Admitted;
 use crate::engine::{EngineOutput, Finish, Prefilled};
 use crate::metrics::{Ending, Metrics, observe};
+use crate::transfer;
 
 /// Output frames a stream may send before it needs credit.
 pub(super) const INITIAL_CREDIT: u32 = 64;
 /// Most tokens in one Output: 4,096 tokens are 12 KB, or 1 MB with 20 alternatives each.
 const MAX_OUTPUT_TOKENS: usize = 4096;
 
+/// Most streams of which is remembered what they left behind; leases of earlier ones end by themselves.
+const MAX_LEFT: usize = 1024;
+
 /// The open streams of a connection.
 pub(super) struct Streams {
     open: HashMap<u64, Stream>,
+    /// Leases of streams that have ended, the newest last.
+    left: VecDeque<(u64, u64)>,
     ready: Arc<Ready>,
     /// The ids taken from `ready` by the last poll.
     taken: Vec<u64>,
@@ -66,7 +72,7 @@ impl Wake for Signal {
 
 impl Streams {
     pub(super) fn new() -> Self {
-        Self { open: HashMap::new(), ready: Arc::default(), taken: Vec::new() }
+        Self { open: HashMap::new(), left: VecDeque::new(), ready: Arc::default(), taken: Vec::new() }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -91,13 +97,28 @@ impl Streams {
         let pending = Output::default();
         self.open.insert(
             id,
-            Stream { outputs, signal, waker, credit: INITIAL_CREDIT, pending, account, _admitted: admitted },
+            Stream {
+                outputs,
+                signal,
+                waker,
+                credit: INITIAL_CREDIT,
+                pending,
+                account,
+                lease: None,
+                _admitted: admitted,
+            },
         );
     }
 
     /// Drops a stream: the engine frees its blocks within one step. `false` when there is none of this id.
     pub(super) fn cancel(&mut self, id: u64) -> bool {
         self.open.remove(&id).is_some()
+    }
+
+    /// The lease that a stream left behind when it ended; once.
+    pub(super) fn take_lease(&mut self, id: u64) -> Option<u64> {
+        let at = self.left.iter().position(|(stream, _)| *stream == id)?;
+        self.left.remove(at).map(|(_, lease)| lease)
     }
 
     /// Ends a stream whose deadline has passed.
@@ -147,10 +168,20 @@ impl Streams {
             if let Some(stream) = self.open.get_mut(&id)
                 && stream.write_ready(id, out) == State::Ended
             {
+                let lease = stream.lease;
                 self.open.remove(&id);
+                self.leave(id, lease);
             }
         }
         self.taken.drain(..served);
+    }
+
+    fn leave(&mut self, id: u64, lease: Option<u64>) {
+        let Some(lease) = lease else { return };
+        if self.left.len() >= MAX_LEFT {
+            self.left.pop_front();
+        }
+        self.left.push_back((id, lease));
     }
 }
 
@@ -169,6 +200,8 @@ struct Stream {
     /// Tokens taken from the engine and not yet written; at most one while out of credit.
     pending: Output,
     account: Account,
+    /// Keeps the prompt's blocks for another worker, after its last frame.
+    lease: Option<u64>,
     _admitted: Admitted,
 }
 
@@ -229,8 +262,20 @@ impl Stream {
                 None
             }
             Some(EngineOutput::Finished(finish)) => Some(Body::Finished(self.account.finish(finish))),
-            Some(EngineOutput::Prefilled(prefilled)) => Some(Body::Finished(self.account.hand_over(prefilled))),
+            Some(EngineOutput::Prefilled(prefilled)) => {
+                self.lease = prefilled.disaggregated_params.as_deref().and_then(transfer::Source::lease_of);
+                Some(Body::Finished(self.account.hand_over(prefilled)))
+            }
             Some(EngineOutput::Failed(message)) => Some(self.fail(Ending::failed, message)),
+            Some(EngineOutput::Refused { code, message }) => {
+                self.account.end(match code {
+                    ErrorCode::InvalidRequest => Ending::invalid,
+                    ErrorCode::Overloaded => Ending::overloaded,
+                    ErrorCode::Draining => Ending::draining,
+                    _ => Ending::failed,
+                });
+                Some(Body::Failed(Failed { code: code.into(), message }))
+            }
             None => Some(self.fail(Ending::failed, "the engine gave the request up".into())),
         }
     }

@@ -37,9 +37,9 @@ pub enum TransferError {
     /// The parameters are not what a worker of ours writes.
     #[error("disaggregated_params: {0}")]
     Params(String),
-    /// A way that this worker does not know.
-    #[error("this worker has no KV transport {0:?}")]
-    Backend(String),
+    /// Only ways that this worker does not know.
+    #[error("this worker has none of the KV transports {0:?}")]
+    Backend(Vec<String>),
     /// Another model, shape of blocks, or revision.
     #[error("the other worker's KV is of another model, layout or revision")]
     Layout,
@@ -82,6 +82,9 @@ pub enum TransferError {
     /// Nobody waits for the request any more.
     #[error("the request was cancelled")]
     Cancelled,
+    /// The thread that moves blocks has ended.
+    #[error("the transfer thread has ended")]
+    Ended,
 }
 
 impl TransferError {
@@ -97,7 +100,8 @@ impl TransferError {
         match self {
             Self::Params(_) | Self::Backend(_) | Self::OtherPrompt => Failure::params,
             Self::Layout | Self::Refused { refusal: Refusal::Layout, .. } => Failure::layout,
-            Self::NoRoom(_) => Failure::no_blocks,
+            Self::NoRoom(NoRoom::Blocks(_)) => Failure::no_blocks,
+            Self::NoRoom(_) | Self::Ended => Failure::stopped,
             Self::Timeout { .. } => Failure::timeout,
             Self::Io { stage: Stage::Connect, .. } => Failure::connect,
             Self::Io { .. } => Failure::lost,
@@ -106,6 +110,15 @@ impl TransferError {
             Self::Checksum(_) => Failure::checksum,
             Self::Protocol(_) => Failure::protocol,
             Self::Cancelled => Failure::cancelled,
+        }
+    }
+
+    /// Whether this way does not lead to the other worker, and another may.
+    pub(super) fn is_no_way(&self) -> bool {
+        match self {
+            Self::Io { stage, .. } | Self::Timeout { stage, .. } => *stage == Stage::Connect,
+            Self::Refused { refusal, .. } => *refusal == Refusal::Stranger,
+            _ => false,
         }
     }
 

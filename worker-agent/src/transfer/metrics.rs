@@ -35,11 +35,19 @@ pub enum Failure {
     protocol,
     /// Nobody waited any more.
     cancelled,
+    /// This worker's engine has stopped, or is stuck in a step.
+    stopped,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct FailureLabel {
     reason: Failure,
+}
+
+/// How blocks travelled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct TransportLabel {
+    transport: &'static str,
 }
 
 /// Bounds of the histogram in seconds: from one block on one machine to the longest fetch.
@@ -51,14 +59,14 @@ pub struct TransferMetrics {
     failures: Family<FailureLabel, Counter>,
     /// Leases held now.
     pub leases: Gauge,
-    /// Blocks under leases now; one under two counts twice.
+    /// Blocks under leases now; one under two counts once.
     pub leased_blocks: Gauge,
+    /// Blocks reserved for transfers to this worker now.
+    pub reserved_blocks: Gauge,
     /// Leases that ended because nobody fetched.
     pub leases_expired: Counter,
-    /// Bytes of blocks sent.
-    pub sent_bytes: Counter,
-    /// Bytes of blocks received and verified.
-    pub received_bytes: Counter,
+    sent_bytes: Family<TransportLabel, Counter>,
+    received_bytes: Family<TransportLabel, Counter>,
     /// Blocks received and verified.
     pub received_blocks: Counter,
     /// Fetches that ended because the request was cancelled.
@@ -71,6 +79,14 @@ impl TransferMetrics {
     /// All zero, registered.
     pub fn new(registry: &mut Registry) -> Self {
         let (failures, seconds) = (Family::default(), Histogram::new(SECONDS));
+        let (sent_bytes, received_bytes) = (Family::default(), Family::default());
+        let help = "Bytes of KV blocks handed to other workers, by transport";
+        registry.register("kv_transfer_sent_bytes", help, sent_bytes.clone());
+        registry.register(
+            "kv_transfer_received_bytes",
+            "Bytes of KV blocks fetched, by transport",
+            received_bytes.clone(),
+        );
         let help = "KV transfers to this worker that failed, by reason: the prompt was computed instead";
         registry.register("kv_transfer_failures", help, failures.clone());
         let help = "From a request's arrival until its blocks were here or had failed to come";
@@ -80,12 +96,23 @@ impl TransferMetrics {
             seconds,
             leases: gauge(registry, "kv_leases", "Prompts whose KV blocks wait to be fetched by other workers"),
             leased_blocks: gauge(registry, "kv_leased_blocks", "KV blocks that wait to be fetched by other workers"),
+            reserved_blocks: gauge(registry, "kv_reserved_blocks", "KV blocks that wait for their content to come"),
             leases_expired: counter(registry, "kv_leases_expired", "Leases that ended because nobody fetched"),
-            sent_bytes: counter(registry, "kv_transfer_sent_bytes", "Bytes of KV blocks sent to other workers"),
-            received_bytes: counter(registry, "kv_transfer_received_bytes", "Bytes of KV blocks fetched"),
+            sent_bytes,
+            received_bytes,
             received_blocks: counter(registry, "kv_transfer_received_blocks", "KV blocks fetched from other workers"),
             cancelled: counter(registry, "kv_transfers_cancelled", "KV transfers given up with their request"),
         }
+    }
+
+    /// Bytes of blocks handed out over a transport.
+    pub fn sent_bytes(&self, transport: &'static str) -> Counter {
+        self.sent_bytes.get_or_create_owned(&TransportLabel { transport })
+    }
+
+    /// Bytes of blocks that came over a transport and were verified.
+    pub fn received_bytes(&self, transport: &'static str) -> Counter {
+        self.received_bytes.get_or_create_owned(&TransportLabel { transport })
     }
 
     pub(super) fn failed(&self, reason: Failure) {

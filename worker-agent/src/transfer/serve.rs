@@ -1,4 +1,5 @@
-//! Hands out leased blocks over TCP, straight from the arena: the engine's thread has no part in it.
+//! Hands out leased blocks: their bytes over TCP, straight from the arena, or within the host the places where they are. The
+//! engine's thread has no part in it.
 //!
 //! A client that is slow, silent or gone costs a task until its deadline, and a lease until that expires.
 
@@ -10,46 +11,59 @@ use std::time::{Duration, Instant};
 use bytes::{Buf, BytesMut};
 use kv_hashing::SequenceHash;
 use protocol::request_plane::encode_frame;
-use tokio::io::AsyncWriteExt;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio::time::MissedTickBehavior;
 use tokio_util::task::TaskTracker;
-use xxhash_rust::xxh3::xxh3_64;
 
+use super::lane::Lane;
 use super::metrics::TransferMetrics;
 use super::wire::{
-    Answer, Ask, BlockHead, Hello, Pull, Refusal, Refused, ToClient, ToServer, VERSION, Welcome, WireError, read,
+    Answer, Ask, BlockHead, BlockPlace, Hello, Pull, Refusal, Refused, ToClient, ToServer, VERSION, Welcome, WireError,
+    read,
 };
+use super::{PIECE, shm, tcp};
 use crate::drain::Drain;
 use crate::engine::builtin::exchange::{Exchange, KvLayout, Lease};
 
 /// Most connections at once: one for each fetch.
-const MAX_CONNECTIONS: usize = 256;
+pub(super) const MAX_CONNECTIONS: usize = 256;
 /// From accepting to the end of the greeting.
 const HELLO: Duration = Duration::from_secs(2);
 /// Longest wait for the next request on a connection.
 const IDLE: Duration = Duration::from_secs(10);
 /// Longest time in which a client takes none of [`PIECE`] bytes.
 const STALL: Duration = Duration::from_secs(5);
-/// Bytes written under one deadline.
-const PIECE: usize = 1 << 20;
+/// Longest wait for the end of a copy within the host, whose source is held meanwhile.
+const COPY: Duration = Duration::from_secs(60);
 /// How often leases are looked at.
 const EXPIRY: Duration = Duration::from_millis(250);
 /// Longest wait, at the end, for blocks that are being sent.
 const FLUSH: Duration = Duration::from_secs(2);
+/// Longest wait for the end of a connection that is refused, and most that is read of it, in bytes.
+const LINGER: Duration = Duration::from_millis(500);
+const MAX_UNREAD: u64 = 1 << 20;
 /// Pause after a failed accept (out of file descriptors, for one).
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// What the connections serve.
+/// The listening sockets, and what they serve.
 pub struct Server {
+    pub(super) tcp: Option<TcpListener>,
+    pub(super) shm: Option<shm::Listener>,
+    pub(super) lane: Arc<Lane>,
+    pub(super) desk: Arc<Desk>,
+}
+
+/// What the connections serve.
+pub(super) struct Desk {
     /// The blocks.
-    pub exchange: Arc<Exchange>,
+    pub(super) exchange: Arc<Exchange>,
     /// This life of the worker.
-    pub boot_epoch: String,
+    pub(super) boot_epoch: String,
     /// Blocks move only between workers with the same one.
-    pub revision: String,
+    pub(super) revision: String,
     /// Counts.
-    pub metrics: TransferMetrics,
+    pub(super) metrics: TransferMetrics,
 }
 
 /// Why a connection ended.
@@ -67,24 +81,51 @@ enum Ended {
     Refused(String),
 }
 
+/// A connection that was accepted.
+enum Accepted {
+    Tcp(TcpStream, SocketAddr),
+    Shm(UnixStream),
+}
+
+impl Server {
+    async fn accept(&self) -> io::Result<Accepted> {
+        let over_tcp = async {
+            match &self.tcp {
+                Some(listener) => listener.accept().await.map(|(socket, peer)| Accepted::Tcp(socket, peer)),
+                None => std::future::pending().await,
+            }
+        };
+        let here = async {
+            match &self.shm {
+                Some(listener) => listener.socket.accept().await.map(|(socket, _)| Accepted::Shm(socket)),
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            accepted = over_tcp => accepted,
+            accepted = here => accepted,
+        }
+    }
+}
+
 /// Serves, and lets leases expire, until the drain stops.
-pub async fn serve(listener: TcpListener, server: Arc<Server>, drain: Arc<Drain>) {
+pub async fn serve(server: Server, drain: Arc<Drain>) {
     let connections = TaskTracker::new();
     let mut expiry = tokio::time::interval(EXPIRY);
     expiry.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
+            accepted = server.accept() => accepted,
             _ = expiry.tick() => {
-                server.expire();
+                server.desk.expire();
                 continue;
             }
             () = drain.stopped() => break,
         };
         match accepted {
-            Ok((socket, peer)) => {
-                let (server, drain, busy) = (server.clone(), drain.clone(), connections.len() >= MAX_CONNECTIONS);
-                connections.spawn(async move { server.answer(socket, peer, busy, &drain).await });
+            Ok(accepted) => {
+                let (desk, drain, busy) = (server.desk.clone(), drain.clone(), connections.len() >= MAX_CONNECTIONS);
+                connections.spawn_on(async move { desk.answer(accepted, busy, &drain).await }, server.lane.handle());
             }
             Err(error) => {
                 tracing::warn!(%error, "accept failed on the transfer port");
@@ -98,7 +139,7 @@ pub async fn serve(listener: TcpListener, server: Arc<Server>, drain: Arc<Drain>
     }
 }
 
-impl Server {
+impl Desk {
     fn expire(&self) {
         let expired = self.exchange.expire_leases(Instant::now());
         if expired > 0 {
@@ -112,19 +153,58 @@ impl Server {
         let (leases, blocks) = self.exchange.leased();
         self.metrics.leases.set(leases as i64);
         self.metrics.leased_blocks.set(blocks as i64);
+        self.metrics.reserved_blocks.set(self.exchange.reserved() as i64);
     }
 
-    async fn answer(&self, mut socket: TcpStream, peer: SocketAddr, busy: bool, drain: &Drain) {
-        let ended = self.converse(&mut socket, busy, drain).await;
+    async fn answer(&self, accepted: Accepted, busy: bool, drain: &Drain) {
+        let ended = match accepted {
+            Accepted::Tcp(socket, peer) => {
+                tracing::debug!(%peer, "transfer connection");
+                self.over_tcp(socket, busy, drain).await
+            }
+            Accepted::Shm(socket) => self.within_host(socket, busy, drain).await,
+        };
         self.note_leases();
         match ended {
-            Ok(()) => tracing::debug!(%peer, "transfer connection ended"),
-            Err(error) => tracing::debug!(%peer, %error, "transfer connection failed"),
+            Ok(()) => tracing::debug!("transfer connection ended"),
+            Err(error) => tracing::debug!(%error, "transfer connection failed"),
         }
     }
 
-    async fn converse(&self, socket: &mut TcpStream, busy: bool, drain: &Drain) -> Result<(), Ended> {
+    async fn over_tcp(&self, socket: TcpStream, busy: bool, drain: &Drain) -> Result<(), Ended> {
+        // From the runtime that accepted it to the one that serves it.
+        let mut socket = TcpStream::from_std(socket.into_std()?)?;
         socket.set_nodelay(true)?;
+        self.greet(&mut socket, busy).await?;
+        while let Some(ask) = next(&mut socket, IDLE, drain).await? {
+            match ask {
+                Ask::Pull(pull) => self.send_blocks(&mut socket, pull).await?,
+                ask => self.release(ask)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the client our memory's descriptor, and holds the blocks that it asks for while it copies them.
+    async fn within_host(&self, socket: UnixStream, busy: bool, drain: &Drain) -> Result<(), Ended> {
+        let mut socket = UnixStream::from_std(socket.into_std()?)?;
+        let (Ok(()), Some(memory)) = (shm::is_ours(&socket), self.exchange.memory()) else {
+            return refuse(&mut socket, Refusal::Stranger, "memory is shared with others only".into()).await;
+        };
+        self.greet(&mut socket, busy).await?;
+        shm::send(&socket, memory).await?;
+        let (mut held, mut limit) = (None, IDLE);
+        while let Some(ask) = next(&mut socket, limit, drain).await? {
+            match ask {
+                Ask::Pull(pull) => (held, limit) = (Some(self.tell_places(&mut socket, pull).await?), COPY),
+                ask => self.release(ask)?,
+            }
+        }
+        drop(held);
+        Ok(())
+    }
+
+    async fn greet(&self, socket: &mut (impl AsyncRead + AsyncWrite + Unpin), busy: bool) -> Result<(), Ended> {
         if busy {
             return refuse(socket, Refusal::Busy, "too many connections".into()).await;
         }
@@ -132,22 +212,19 @@ impl Server {
         let Some(Ask::Hello(hello)) = hello.ask else {
             return Err(WireError::Malformed("the first message must be Hello".into()).into());
         };
-        if let Err((refusal, message)) = self.check(&hello) {
-            return refuse(socket, refusal, message).await;
+        match self.check(&hello) {
+            Ok(()) => send(socket, Answer::Welcome(Welcome { version: VERSION })).await,
+            Err((refusal, message)) => refuse(socket, refusal, message).await,
         }
-        send(socket, Answer::Welcome(Welcome { version: VERSION })).await?;
-        loop {
-            let message = tokio::select! {
-                message = tokio::time::timeout(IDLE, read::<ToServer>(socket)) => message.map_err(|_| Ended::Silence)?,
-                () = drain.stopped() => return Ok(()),
-            };
-            match message {
-                Ok(ToServer { ask: Some(Ask::Pull(pull)) }) => self.send_blocks(socket, pull).await?,
-                Ok(ToServer { ask: Some(Ask::Release(lease)) }) => self.exchange.end_lease(lease),
-                Ok(_) => return Err(WireError::Malformed("neither Pull nor Release".into()).into()),
-                Err(WireError::Io(error)) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
-                Err(error) => return Err(error.into()),
+    }
+
+    fn release(&self, ask: Ask) -> Result<(), Ended> {
+        match ask {
+            Ask::Release(lease) => {
+                self.exchange.end_lease(lease);
+                Ok(())
             }
+            _ => Err(WireError::Malformed("neither Pull nor Release".into()).into()),
         }
     }
 
@@ -166,27 +243,67 @@ impl Server {
         Ok(())
     }
 
+    /// The lease, and where in it the blocks are.
+    async fn find(
+        &self,
+        socket: &mut (impl AsyncRead + AsyncWrite + Unpin),
+        pull: &Pull,
+    ) -> Result<(Arc<Lease>, Vec<usize>), Ended> {
+        let refused = match self.exchange.lease(pull.lease) {
+            Ok(lease) => match find(&lease, &pull.blocks) {
+                Some(indexes) => return Ok((lease, indexes)),
+                None => refuse(socket, Refusal::UnknownBlock, "the lease has no such block".into()).await,
+            },
+            Err(gone) => refuse(socket, Refusal::LeaseGone, gone.to_string()).await,
+        };
+        Err(refused.err().unwrap_or(Ended::Silence))
+    }
+
     async fn send_blocks(&self, socket: &mut TcpStream, pull: Pull) -> Result<(), Ended> {
-        let lease = match self.exchange.lease(pull.lease) {
-            Ok(lease) => lease,
-            Err(gone) => return refuse(socket, Refusal::LeaseGone, gone.to_string()).await,
-        };
-        let Some(indexes) = find(&lease, &pull.blocks) else {
-            return refuse(socket, Refusal::UnknownBlock, "the lease has no such block".into()).await;
-        };
+        let (lease, indexes) = self.find(socket, &pull).await?;
+        let sent = self.metrics.sent_bytes(tcp::BACKEND);
         for (index, hash) in indexes.into_iter().zip(pull.blocks) {
             let bytes = lease.bytes(index);
-            let head = BlockHead { hash, bytes: bytes.len() as u32, checksum: xxh3_64(bytes) };
-            let head = frame(Answer::Block(head));
+            let head =
+                frame(Answer::Block(BlockHead { hash, bytes: bytes.len() as u32, checksum: lease.checksum(index) }));
             let (first, rest) = bytes.split_at(bytes.len().min(PIECE));
             write(socket, head.chain(first)).await?;
             for piece in rest.chunks(PIECE) {
                 write(socket, piece).await?;
             }
             lease.touch();
-            self.metrics.sent_bytes.inc_by(bytes.len() as u64);
+            sent.inc_by(bytes.len() as u64);
         }
         Ok(())
+    }
+
+    /// Says where the blocks are; they stay there while the lease that is returned lives.
+    async fn tell_places(&self, socket: &mut UnixStream, pull: Pull) -> Result<Arc<Lease>, Ended> {
+        let (lease, indexes) = self.find(socket, &pull).await?;
+        let sent = self.metrics.sent_bytes(shm::BACKEND);
+        for (index, hash) in indexes.into_iter().zip(pull.blocks) {
+            let bytes = lease.bytes(index);
+            let (offset, checksum) = (lease.offset(index), lease.checksum(index));
+            let place = BlockPlace { hash, bytes: bytes.len() as u32, checksum, offset };
+            send(socket, Answer::Place(place)).await?;
+            lease.touch();
+            sent.inc_by(bytes.len() as u64);
+        }
+        Ok(lease)
+    }
+}
+
+/// The next question; `None` at the end, which is the client's or the server's.
+async fn next(socket: &mut (impl AsyncRead + Unpin), limit: Duration, drain: &Drain) -> Result<Option<Ask>, Ended> {
+    let message = tokio::select! {
+        message = tokio::time::timeout(limit, read::<ToServer>(socket)) => message.map_err(|_| Ended::Silence)?,
+        () = drain.stopped() => return Ok(None),
+    };
+    match message {
+        Ok(ToServer { ask: Some(ask) }) => Ok(Some(ask)),
+        Ok(ToServer { ask: None }) => Err(WireError::Malformed("an empty message".into()).into()),
+        Err(WireError::Io(error)) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -202,16 +319,29 @@ fn frame(answer: Answer) -> BytesMut {
     out
 }
 
-async fn send(socket: &mut TcpStream, answer: Answer) -> Result<(), Ended> {
+async fn send(socket: &mut (impl AsyncWrite + Unpin), answer: Answer) -> Result<(), Ended> {
     write(socket, frame(answer)).await
 }
 
-async fn refuse(socket: &mut TcpStream, refusal: Refusal, message: String) -> Result<(), Ended> {
+/// Says why, and gives the client a moment to read it: closing with unread bytes would reset the connection, and what was
+/// written with it.
+async fn refuse(
+    socket: &mut (impl AsyncRead + AsyncWrite + Unpin),
+    refusal: Refusal,
+    message: String,
+) -> Result<(), Ended> {
     send(socket, Answer::Refused(Refused { refusal: refusal.into(), message: message.clone() })).await?;
+    let unread = async {
+        socket.shutdown().await?;
+        tokio::io::copy(&mut socket.take(MAX_UNREAD), &mut tokio::io::sink()).await
+    };
+    if let Ok(Err(error)) = tokio::time::timeout(LINGER, unread).await {
+        tracing::debug!(%error, "a refused connection did not end");
+    }
     Err(Ended::Refused(message))
 }
 
-async fn write(socket: &mut TcpStream, mut bytes: impl Buf) -> Result<(), Ended> {
+async fn write(socket: &mut (impl AsyncWrite + Unpin), mut bytes: impl Buf) -> Result<(), Ended> {
     match tokio::time::timeout(STALL, socket.write_all_buf(&mut bytes)).await {
         Ok(written) => Ok(written?),
         Err(_) => Err(Ended::Stall),

@@ -1,8 +1,8 @@
-//! What two workers say to each other over TCP while blocks move.
+//! What two workers say to each other while blocks move.
 //!
-//! A message is one frame: u32 big endian length, then a [`ToServer`] or a [`ToClient`]. The bytes of a block follow its
-//! [`BlockHead`] raw, layer after layer as the arena has them. The client greets, asks for blocks of a lease, and ends the
-//! lease. A worker that speaks a newer version refuses an older one; both are pods of one deployment.
+//! A message is one frame: u32 big endian length, then a [`ToServer`] or a [`ToClient`]. The client greets, asks for blocks of
+//! a lease, and ends the lease. Over TCP the bytes of a block follow its [`BlockHead`] raw, layer after layer as the arena has
+//! them; over a Unix socket a [`BlockPlace`] says where they are, and the arena's descriptor follows the Welcome. A worker that speaks a newer version refuses an older one; both are pods of one deployment.
 
 use std::io;
 
@@ -59,7 +59,7 @@ pub(super) struct Pull {
 /// From the worker that has the blocks.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct ToClient {
-    #[prost(oneof = "Answer", tags = "1, 2, 3")]
+    #[prost(oneof = "Answer", tags = "1, 2, 3, 4")]
     pub(super) answer: Option<Answer>,
 }
 
@@ -71,6 +71,8 @@ pub(super) enum Answer {
     Block(BlockHead),
     #[prost(message, tag = "3")]
     Refused(Refused),
+    #[prost(message, tag = "4")]
+    Place(BlockPlace),
 }
 
 /// Answers [`Hello`].
@@ -90,6 +92,21 @@ pub(super) struct BlockHead {
     /// XXH3-64 of the bytes.
     #[prost(fixed64, tag = "3")]
     pub(super) checksum: u64,
+}
+
+/// Says where a block's bytes are; they stay there until the lease has ended, or the connection.
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct BlockPlace {
+    #[prost(fixed64, tag = "1")]
+    pub(super) hash: u64,
+    #[prost(uint32, tag = "2")]
+    pub(super) bytes: u32,
+    /// XXH3-64 of the bytes.
+    #[prost(fixed64, tag = "3")]
+    pub(super) checksum: u64,
+    /// From the beginning of the arena's memory, in bytes.
+    #[prost(uint64, tag = "4")]
+    pub(super) offset: u64,
 }
 
 /// Answers what cannot be done.
@@ -119,6 +136,8 @@ pub enum Refusal {
     UnknownBlock = 5,
     /// Too many fetch from it.
     Busy = 6,
+    /// It shares its memory with others only.
+    Stranger = 7,
 }
 
 /// Why a message could not be read.

@@ -213,7 +213,7 @@ async fn refusals_of_the_engine_reach_the_router_with_their_code() {
     let cases = [
         (SubmitError::Invalid("prompt of 9000 tokens is over 2048".into()), ErrorCode::InvalidRequest),
         (SubmitError::Overloaded(64), ErrorCode::Overloaded),
-        (SubmitError::Stopped, ErrorCode::Engine),
+        (SubmitError::Stopped, ErrorCode::Draining),
     ];
     for (id, (error, code)) in (1..).zip(cases) {
         let message = error.to_string();

@@ -1,4 +1,4 @@
-//! Where keys and values live: one map of anonymous memory, cut into blocks of equal size.
+//! Where keys and values live: one map of memory, cut into blocks of equal size.
 //!
 //! Layout, outermost first: block, layer, then the layer's keys and its values, head, and
 //! - keys: `[head_dim][block_size]`, transposed, so that scores of neighbouring positions are computed in one vector;
@@ -10,8 +10,16 @@
 //!
 //! An arena is shared by the forward pass and by whoever moves blocks. It keeps nobody apart: the pool does, by ownership.
 //! A block that is cached and held is never written again; one that is allocated belongs to its holder alone.
+//!
+//! The memory is a file without a name, so that workers of the same host can be given it to read. Nobody else can write to it,
+//! map it for writing or change its size, and it is gone with the last process that has it.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use memmap2::{MmapMut, MmapOptions, MmapRaw};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use serde::{Deserialize, Serialize};
 
 use super::BlockId;
@@ -72,6 +80,8 @@ pub enum ArenaError {
 #[derive(Debug)]
 pub struct KvArena {
     map: MmapRaw,
+    /// The memory as a file; absent where the system gives none, and it is anonymous.
+    memory: Option<File>,
     shape: KvShape,
     blocks: usize,
 }
@@ -84,12 +94,25 @@ impl KvArena {
         }
         let bytes = blocks.checked_mul(shape.block_bytes()).filter(|&b| b > 0 && u32::try_from(blocks).is_ok());
         let bytes = bytes.ok_or(ArenaError::Blocks(blocks))?;
-        let map: MmapMut = MmapOptions::new()
-            .len(bytes)
-            .no_reserve_swap()
-            .map_anon()
-            .map_err(|error| ArenaError::Memory { bytes, blocks, error })?;
-        Ok(KvArena { map: map.into(), shape, blocks })
+        let (map, memory) = match shareable(bytes) {
+            Ok((map, memory)) => (map, Some(memory)),
+            Err(error) => {
+                tracing::info!(%error, "KV blocks are in memory that cannot be shared");
+                let anonymous = MmapOptions::new().len(bytes).no_reserve_swap().map_anon();
+                (anonymous.map_err(|error| ArenaError::Memory { bytes, blocks, error })?, None)
+            }
+        };
+        Ok(KvArena { map: map.into(), memory, shape, blocks })
+    }
+
+    /// The memory as a file, for others to read; `None` where it is none.
+    pub fn memory(&self) -> Option<BorrowedFd<'_>> {
+        self.memory.as_ref().map(File::as_fd)
+    }
+
+    /// Where a block begins in it, in bytes.
+    pub fn offset(&self, id: BlockId) -> u64 {
+        id.0 as u64 * self.shape.block_bytes() as u64
     }
 
     /// What the bytes of a block mean.
@@ -163,8 +186,20 @@ impl KvArena {
     }
 }
 
+/// Memory that is a file, sealed: its size is final, and the map made here is the last one that can write.
+fn shareable(bytes: usize) -> io::Result<(MmapMut, File)> {
+    let memory = File::from(memfd_create("armature-kv", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
+    ftruncate(&memory, bytes as u64)?;
+    // SAFETY: nobody else has the file yet; once it is sealed, nobody else can write to it or cut it short.
+    let map = unsafe { MmapOptions::new().len(bytes).no_reserve_swap().map_mut(&memory) }?;
+    fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL)?;
+    Ok((map, memory))
+}
+
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+
     use super::*;
 
     const SHAPE: KvShape = KvShape { layers: 3, kv_heads: 2, head_dim: 16, block_size: 16 };
@@ -193,6 +228,22 @@ mod tests {
         // SAFETY: two blocks, one thread.
         unsafe { arena.block_mut(BlockId(0)) }.copy_from_slice(block(2));
         assert_eq!(block(0), block(2));
+    }
+
+    #[test]
+    fn others_can_read_the_memory_and_nothing_else() {
+        let arena = KvArena::new(SHAPE, 4).unwrap();
+        // SAFETY: one thread.
+        unsafe { arena.block_mut(BlockId(3)) }.fill(7);
+        let file = File::from(arena.memory().expect("Linux has memfd").try_clone_to_owned().unwrap());
+        let mut read = vec![0; SHAPE.block_bytes()];
+        file.read_exact_at(&mut read, arena.offset(BlockId(3))).unwrap();
+        assert!(read.iter().all(|&byte| byte == 7));
+        assert!(file.write_at(&[1], 0).is_err() && file.set_len(0).is_err());
+        // SAFETY: the map is refused.
+        assert!(unsafe { MmapOptions::new().map_mut(&file) }.is_err());
+        drop(arena);
+        file.read_exact_at(&mut read, 0).expect("it outlives the arena while somebody has it");
     }
 
     #[test]

@@ -5,7 +5,9 @@
 //! they are dropped, wherever that is. Bytes are moved by the callers: the engine's thread only keeps the books, between
 //! two steps. How bytes travel is not known here.
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use kv_hashing::{BlockHash, SequenceHash};
@@ -21,11 +23,14 @@ use super::service::inbox::{Errand, Shared};
 use crate::engine::{EngineOutput, SubmitError};
 
 mod lease;
+pub(super) mod queue;
 mod reservation;
 
 pub use super::service::inbox::Place;
 use lease::Leases;
 pub use lease::{Lease, LeaseGone, Terms};
+use queue::Ask;
+use reservation::Share;
 pub use reservation::{Import, Reservation};
 
 /// Number of the meaning of a block's bytes beyond its shape: order, element type, rotation of keys. Whoever changes one of them
@@ -70,9 +75,9 @@ mod hex {
 /// Why no blocks are reserved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoRoom {
-    /// The blocks would be taken from sequences.
-    #[error("no KV blocks are free")]
-    Blocks,
+    /// For so long the blocks would have had to be taken from sequences, or from other fetches.
+    #[error("no KV blocks became free within {} ms", .0.as_millis())]
+    Blocks(Duration),
     /// The engine's thread did not answer in time.
     #[error("the engine has been in one step for {} s", .0.as_secs())]
     Step(Duration),
@@ -90,13 +95,15 @@ pub struct Exchange {
     arena: Arc<KvArena>,
     layout: KvLayout,
     leases: Leases,
+    /// Blocks that are reserved for fetches now.
+    reserved: Arc<AtomicUsize>,
 }
 
 impl Exchange {
     pub(super) fn new(kv: Kv, shared: Arc<Shared>) -> Self {
         let layout = KvLayout { format: FORMAT, model: kv.model, shape: kv.arena.shape() };
         let leases = Leases::new(kv.arena.blocks() / 2);
-        Self { shared, arena: kv.arena, layout, leases }
+        Self { shared, arena: kv.arena, layout, leases, reserved: Arc::default() }
     }
 
     /// What the blocks are.
@@ -131,9 +138,34 @@ impl Exchange {
         self.leases.expire(now)
     }
 
-    /// Leases, and the blocks under them (a block under two counts twice).
+    /// Leases, and the blocks under them; a block under two counts once.
     pub fn leased(&self) -> (usize, usize) {
         self.leases.held()
+    }
+
+    /// Waits until no lease is left: all are fetched, given up or expired.
+    pub async fn unleased(&self) {
+        self.leases.ended().await;
+    }
+
+    /// The memory that all blocks are in, at the offsets that [`Lease::offset`] says; `None` where it cannot be shared.
+    pub fn memory(&self) -> Option<BorrowedFd<'_>> {
+        self.arena.memory()
+    }
+
+    /// Blocks that are reserved for fetches now, and not cached yet.
+    pub fn reserved(&self) -> usize {
+        self.reserved.load(Relaxed)
+    }
+
+    /// Most blocks that fetches may reserve: the other half is for sequences.
+    pub(super) fn max_reserved(&self) -> usize {
+        (self.arena.blocks() / 2).max(1)
+    }
+
+    /// Blocks that may be reserved now.
+    pub(super) fn reservable(&self) -> usize {
+        self.max_reserved().saturating_sub(self.reserved())
     }
 
     /// No more leases: the engine ends.
@@ -146,11 +178,16 @@ impl Exchange {
         self.shared.place(request)
     }
 
-    /// Holds the blocks of a prefix that are here, and reserves room for the others. Waits for the end of the engine's step.
-    pub async fn reserve(&self, blocks: Vec<(BlockHash, SequenceHash)>) -> Result<Reservation, NoRoom> {
+    /// Holds the blocks of a prefix that are here, and reserves room for the others: behind those that asked before, and within
+    /// `patience`. Of a prefix that could never have room it reserves what could. Waits for the end of the engine's step.
+    pub async fn reserve(
+        &self,
+        blocks: Vec<(BlockHash, SequenceHash)>,
+        patience: Duration,
+    ) -> Result<Reservation, NoRoom> {
         let (reply, answer) = oneshot::channel();
-        self.shared.send(Errand::Reserve { blocks, reply });
-        match tokio::time::timeout(STEP, answer).await {
+        self.shared.send(Errand::Reserve(Ask { blocks, patience, reply }));
+        match tokio::time::timeout(STEP + patience, answer).await {
             Ok(Ok(reserved)) => reserved,
             Ok(Err(_)) => Err(NoRoom::Stopped),
             Err(_) => Err(NoRoom::Step(STEP)),
@@ -164,6 +201,7 @@ impl Exchange {
         table: Vec<BlockId>,
         here: usize,
     ) -> Reservation {
-        Reservation::new(self.shared.clone(), self.arena.clone(), blocks, table, here)
+        let share = Share::new(self.reserved.clone(), table.len() - here);
+        Reservation::new(self.shared.clone(), self.arena.clone(), share, blocks, table, here)
     }
 }

@@ -8,9 +8,11 @@ use std::path::Path;
 /// An arena that does not fit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "--kv-blocks {blocks}{each} needs {:.1} GB ({block_bytes} bytes a block), and {:.1} GB of memory are available: {fit} blocks{each} fit",
+    "--kv-blocks {blocks}{each} needs {:.1} GB ({block_bytes} bytes a block), and {:.1} GB of memory are available{beside}: \
+     {fit} blocks{each} fit",
     gb(*.blocks as u128 * *.block_bytes as u128 * *.engines as u128), gb(u128::from(*.available)),
-    each = if *.engines == 1 { String::new() } else { format!(" for each of {} workers", .engines) }
+    each = if *.engines == 1 { String::new() } else { format!(" for each of {} workers", .engines) },
+    beside = if *.beside == 0 { String::new() } else { format!(" beside {:.1} GB for caches below", gb((*.beside).into())) }
 )]
 pub struct NoRoom {
     /// Blocks that were asked for.
@@ -19,8 +21,10 @@ pub struct NoRoom {
     pub block_bytes: usize,
     /// Engines with an arena each.
     pub engines: usize,
-    /// Bytes that can be had.
+    /// Bytes that can be had, beside those for other things.
     pub available: u64,
+    /// Bytes for the tiers below the arenas.
+    pub beside: u64,
     /// Blocks that each engine could have.
     pub fit: u64,
 }
@@ -29,15 +33,18 @@ fn gb(bytes: u128) -> f64 {
     bytes as f64 / 1e9
 }
 
-/// Checks that `engines` arenas fit beside each other. Where the system says nothing of its memory, everything does.
-pub fn check(block_bytes: usize, blocks: usize, engines: usize) -> Result<(), NoRoom> {
-    available(Path::new("/")).map_or(Ok(()), |available| within(block_bytes, blocks, engines, available))
+/// Checks that `engines` arenas fit beside each other, and beside `beside` bytes more for each. Where the system says nothing
+/// of its memory, everything does.
+pub fn check(block_bytes: usize, blocks: usize, engines: usize, beside: u64) -> Result<(), NoRoom> {
+    let beside = beside.saturating_mul(engines as u64);
+    available(Path::new("/")).map_or(Ok(()), |available| within(block_bytes, blocks, engines, available, beside))
 }
 
-fn within(block_bytes: usize, blocks: usize, engines: usize, available: u64) -> Result<(), NoRoom> {
+fn within(block_bytes: usize, blocks: usize, engines: usize, all: u64, beside: u64) -> Result<(), NoRoom> {
+    let available = all.saturating_sub(beside);
     let row = (block_bytes as u64).saturating_mul(engines as u64).max(1);
     let fit = available / row;
-    if blocks as u64 <= fit { Ok(()) } else { Err(NoRoom { blocks, block_bytes, engines, available, fit }) }
+    if blocks as u64 <= fit { Ok(()) } else { Err(NoRoom { blocks, block_bytes, engines, available, beside, fit }) }
 }
 
 /// Bytes of memory that this process may still take.
@@ -127,13 +134,19 @@ mod tests {
 
     #[test]
     fn too_many_blocks_are_one_line_that_says_how_many_fit() {
-        assert_eq!(within(1000, 10, 2, 20_000), Ok(()));
-        let error = within(368_640, 100_000_000, 2, 16_000_000_000).expect_err("36 TB each");
+        assert_eq!(within(1000, 10, 2, 20_000, 0), Ok(()));
+        assert!(within(1000, 10, 2, 20_000, 1).is_err());
+        let error = within(368_640, 100_000_000, 2, 16_000_000_000, 0).expect_err("36 TB each");
         assert_eq!(
             error.to_string(),
             "--kv-blocks 100000000 for each of 2 workers needs 73728.0 GB (368640 bytes a block), and 16.0 GB of memory \
              are available: 21701 blocks for each of 2 workers fit"
         );
-        assert_eq!(within(usize::MAX, usize::MAX, usize::MAX, 1).expect_err("nothing fits").fit, 0);
+        let error = within(1_000_000, 9_000, 1, 16_000_000_000, 8_000_000_000).expect_err("9 GB beside 8");
+        assert!(
+            error.to_string().contains("8.0 GB of memory are available beside 8.0 GB for caches below: 8000"),
+            "{error}"
+        );
+        assert_eq!(within(usize::MAX, usize::MAX, usize::MAX, 1, 0).expect_err("nothing fits").fit, 0);
     }
 }

@@ -10,11 +10,13 @@ use super::llama::{Config, Llama, LlamaOptions, LoadError};
 use super::memory::{self, NoRoom};
 use super::scheduler::{InvalidConfig, SchedulerConfig};
 use super::service::{BuiltIn, StartError};
+use super::tiers::TierOptions;
+use super::tiers::mover::staging_bytes;
 use crate::artifacts::{ArtifactError, Artifacts};
 use crate::engine::EngineInfo;
 
 /// Sizes of an engine.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct OpenOptions {
     /// Threads that compute; one per core the process may use when absent.
     pub threads: Option<NonZeroUsize>,
@@ -28,6 +30,8 @@ pub struct OpenOptions {
     pub max_num_batched_tokens: usize,
     /// Most requests that wait for their first step; those after them are refused as overload.
     pub max_waiting: usize,
+    /// What is kept below the arena.
+    pub tiers: TierOptions,
 }
 
 impl Default for OpenOptions {
@@ -39,6 +43,7 @@ impl Default for OpenOptions {
             max_num_seqs: 32,
             max_num_batched_tokens: 512,
             max_waiting: 1024,
+            tiers: TierOptions::default(),
         }
     }
 }
@@ -88,7 +93,9 @@ pub fn fits(path: &Path, options: &OpenOptions, engines: usize) -> Result<(), Op
 
 fn room(gguf: &Gguf, options: &OpenOptions, engines: usize) -> Result<(), OpenError> {
     let shape = Config::read(gguf)?.kv_shape(options.block_size as usize);
-    Ok(memory::check(shape.block_bytes(), options.total_blocks, engines)?)
+    let block_bytes = shape.block_bytes();
+    let beside = options.tiers.host_bytes.saturating_add(staging_bytes(&options.tiers, block_bytes));
+    Ok(memory::check(block_bytes, options.total_blocks, engines, beside)?)
 }
 
 /// Opens a model file, makes its artifacts, and starts the engine.
@@ -119,7 +126,7 @@ pub fn open(path: &Path, options: OpenOptions) -> Result<(BuiltIn, Artifacts, Mo
         vocab,
         block_bytes: model.arena().shape().block_bytes(),
     };
-    let engine = BuiltIn::start(model, config, artifacts.vocabulary())?;
+    let engine = BuiltIn::start_with_tiers(model, config, artifacts.vocabulary(), &options.tiers)?;
     Ok((engine, artifacts, facts))
 }
 

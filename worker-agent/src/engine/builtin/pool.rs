@@ -1,21 +1,28 @@
 //! The pool of KV blocks: who holds which block, which blocks can be reused, and which goes when memory is short.
 //!
 //! Owns reference counts, the cache of full blocks by sequence hash, the order of eviction and the events that say what
-//! happened. It never sees KV data or a request.
+//! happened. What it evicts goes to the tiers below ([`Catalog`]), and comes back from there. It never sees KV data or a
+//! request.
 //!
 //! *Invariant:* a cached block's parent is cached too. A sequence holds every block before the ones it computes, equal
 //! blocks are shared as soon as they are full, and a table is released from its tail, so children are evicted first.
 
 use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
 
 use kv_hashing::{BlockHash, SequenceHash};
-use kv_index::{EngineHash, KvEventData, StoredBlock, Tier};
+use kv_index::Tier;
 
 use super::BlockId;
+use super::tiers::catalog::{Catalog, Found, TierUsage};
+use super::tiers::{CachedBlock, Done, Move};
 use crate::engine::ArenaEvent;
 
+mod log;
 #[cfg(test)]
 mod tests;
+
+pub use log::EventLog;
 
 /// Fewer blocks can be had than were asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -36,7 +43,7 @@ struct Block {
     /// Tables that list the block.
     refs: u32,
     /// The content it can be reused for.
-    cached: Option<SequenceHash>,
+    cached: Option<CachedBlock>,
     /// Its key in `idle`, while it is there.
     idle_since: u64,
 }
@@ -52,7 +59,10 @@ pub struct BlockPool {
     idle: BTreeMap<u64, BlockId>,
     /// Counts releases; the clock of `idle`.
     now: u64,
-    events: Vec<ArenaEvent>,
+    /// Evicted by the allocation under way.
+    evicted: Vec<(BlockId, CachedBlock)>,
+    tiers: Catalog,
+    log: EventLog,
 }
 
 impl BlockPool {
@@ -61,6 +71,16 @@ impl BlockPool {
     /// # Panics
     /// When `total` does not fit a [`BlockId`].
     pub fn new(total: usize) -> Self {
+        Self::with_tiers(total, Catalog::none())
+    }
+
+    /// As [`Self::new`], with tiers below the arena.
+    ///
+    /// # Panics
+    /// When `total` does not fit a [`BlockId`].
+    pub fn with_tiers(total: usize, mut tiers: Catalog) -> Self {
+        let mut log = EventLog::default();
+        tiers.tell_disk(&mut log);
         let total = u32::try_from(total).expect("block ids are 32 bits wide");
         Self {
             blocks: vec![Block::default(); total as usize],
@@ -68,7 +88,9 @@ impl BlockPool {
             cached: HashMap::new(),
             idle: BTreeMap::new(),
             now: 0,
-            events: Vec::new(),
+            evicted: Vec::new(),
+            tiers,
+            log,
         }
     }
 
@@ -114,7 +136,7 @@ impl BlockPool {
     }
 
     /// Appends `count` blocks of unspecified content to `table`, or none of them. Evicts the least recently used cached
-    /// blocks when no free ones are left.
+    /// blocks when no free ones are left; these go to the tiers below, by moves that are made before anything is written.
     pub fn allocate(&mut self, count: usize, table: &mut Vec<BlockId>) -> Result<(), Exhausted> {
         if self.available() < count {
             return Err(Exhausted);
@@ -126,6 +148,10 @@ impl BlockPool {
             };
             self.blocks[id.0 as usize].refs = 1;
             table.push(id);
+        }
+        self.tiers.offload(&self.evicted, &mut self.log);
+        for (_, block) in self.evicted.drain(..) {
+            self.log.removed(Tier::Device, block.hash);
         }
         Ok(())
     }
@@ -147,8 +173,9 @@ impl BlockPool {
         }
         debug_assert!(parent.is_none_or(|p| self.cached.contains_key(&p)), "the parent of a cached block is cached");
         self.cached.insert(hash, block);
-        self.blocks[block.0 as usize].cached = Some(hash);
-        self.record_stored(parent, StoredBlock { engine: EngineHash(hash.0), local });
+        let cached = CachedBlock { hash, parent, local };
+        self.blocks[block.0 as usize].cached = Some(cached);
+        self.log.stored(Tier::Device, parent, cached.stored());
         block
     }
 
@@ -159,19 +186,20 @@ impl BlockPool {
         }
     }
 
-    /// Forgets all cached content, for an arena that cannot be trusted any more. Blocks that are held stay so, and are free
-    /// once they are released.
+    /// Forgets all cached content, in every tier, for an arena that cannot be trusted any more. Blocks that are held stay so, and
+    /// are free once they are released.
     pub fn clear(&mut self) {
         for (_, id) in self.cached.drain() {
             self.blocks[id.0 as usize].cached = None;
         }
         self.free.extend(std::mem::take(&mut self.idle).into_values());
-        self.events.push(ArenaEvent { tier: Tier::Device, data: KvEventData::Cleared });
+        self.tiers.clear();
+        self.log.cleared();
     }
 
     /// What happened since the last call, in order.
     pub fn take_events(&mut self) -> Vec<ArenaEvent> {
-        std::mem::take(&mut self.events)
+        self.log.take()
     }
 
     fn block(&self, id: BlockId) -> &Block {
@@ -196,27 +224,65 @@ impl BlockPool {
 
     fn evict(&mut self) -> Option<BlockId> {
         let (_, id) = self.idle.pop_first()?;
-        let hash = self.blocks[id.0 as usize].cached.take().expect("idle blocks are cached");
-        self.cached.remove(&hash);
-        let gone = EngineHash(hash.0);
-        match self.events.last_mut() {
-            Some(ArenaEvent { data: KvEventData::Removed { blocks }, .. }) => blocks.push(gone),
-            _ => self.events.push(ArenaEvent { tier: Tier::Device, data: KvEventData::Removed { blocks: vec![gone] } }),
-        }
+        let block = self.blocks[id.0 as usize].cached.take().expect("idle blocks are cached");
+        self.cached.remove(&block.hash);
+        self.evicted.push((id, block));
         Some(id)
     }
+}
 
-    /// Extends the last event when `block` continues its run.
-    fn record_stored(&mut self, parent: Option<SequenceHash>, block: StoredBlock) {
-        let parent = parent.map(|hash| EngineHash(hash.0));
-        if let Some(ArenaEvent { data: KvEventData::Stored { blocks, .. }, .. }) = self.events.last_mut()
-            && parent.is_some()
-            && blocks.last().map(|last| last.engine) == parent
-        {
-            blocks.push(block);
-            return;
-        }
-        let data = KvEventData::Stored { parent, blocks: vec![block] };
-        self.events.push(ArenaEvent { tier: Tier::Device, data });
+/// The tiers below the arena.
+impl BlockPool {
+    /// Whether there are any.
+    pub fn has_tiers(&self) -> bool {
+        self.tiers.any()
+    }
+
+    /// What is there.
+    pub fn tiers(&self) -> TierUsage {
+        self.tiers.usage()
+    }
+
+    /// The tiers, for sequences that ask for blocks.
+    pub fn tiers_mut(&mut self) -> &mut Catalog {
+        &mut self.tiers
+    }
+
+    /// Whether a block that is not in the arena can be had from below.
+    pub fn has_below(&self, hash: SequenceHash) -> bool {
+        self.tiers.has(hash)
+    }
+
+    /// Brings a block that is not cached into `to`, which the caller holds alone and then commits.
+    pub fn fetch(&mut self, hash: SequenceHash, to: BlockId) -> Found {
+        debug_assert!(!self.cached.contains_key(&hash), "it is in the arena");
+        self.tiers.fetch(hash, to)
+    }
+
+    /// Time since a fixed moment.
+    pub fn tick(&mut self, now: Duration) {
+        self.tiers.tick(now);
+    }
+
+    /// What has to be done with blocks' bytes before the next step, in order.
+    pub fn take_moves(&mut self) -> Vec<Move> {
+        self.tiers.take_moves()
+    }
+
+    /// A move of the disk has ended.
+    pub fn done(&mut self, done: Done) {
+        self.tiers.done(done, &mut self.log);
+    }
+}
+
+#[cfg(test)]
+impl BlockPool {
+    pub(crate) fn cached_hashes(&self) -> impl Iterator<Item = SequenceHash> {
+        self.cached.keys().copied()
+    }
+
+    /// Takes a block out of host memory, as if its tier had had no room for it.
+    pub(crate) fn lose_from_host(&mut self, hash: SequenceHash) -> bool {
+        self.tiers.lose_from_host(hash, &mut self.log)
     }
 }

@@ -6,14 +6,18 @@
 //! - A step decodes one token of every sequence that can, then spends what is left of its token budget on prefill, in the
 //!   order of rank: higher priority first, then first come, first served.
 //! - A sequence is admitted when the blocks of all its tokens are free or cached; its prefill then never lacks blocks.
+//! - A sequence whose next blocks are in a tier below the arena waits for them in its place, as long as that takes less time
+//!   than it is worth; others run on.
 //! - A decoding sequence that lacks a block preempts the running one of lowest rank, possibly itself. A preempted sequence
 //!   keeps its tokens and sampler, its full blocks stay cached, and it is recomputed when there is room again.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::pool::BlockPool;
 use super::stop::Vocabulary;
+use super::tiers::catalog::Catalog;
 use super::{Chunk, Logits, NextToken};
 use crate::engine::{ArenaEvent, EngineInfo, EngineLoad, EngineOutput, SubmitError};
 
@@ -22,10 +26,11 @@ mod request;
 mod sequence;
 #[cfg(test)]
 mod tests;
+mod tiers;
 
 pub use exchange::Handover;
 pub use request::{Limits, Request};
-use sequence::{Rank, Sequence};
+use sequence::{Loaded, Rank, Sequence};
 
 /// Rows of logits that one step computes for prompt log-probabilities: 64 rows of a 128k vocabulary are 32 MiB.
 const PROMPT_LOGIT_ROWS: usize = 64;
@@ -110,6 +115,10 @@ pub struct Scheduler {
     lacks_blocks: bool,
     /// Of requests that have ended; their blocks are held.
     handovers: Vec<Handover>,
+    /// Time since a fixed moment, as the caller has it.
+    now: Duration,
+    /// Sequences whose blocks have come from below since somebody asked.
+    loaded: Vec<Loaded>,
 }
 
 impl Scheduler {
@@ -127,6 +136,8 @@ impl Scheduler {
             planned: Vec::new(),
             lacks_blocks: false,
             handovers: Vec::new(),
+            now: Duration::ZERO,
+            loaded: Vec::new(),
             config,
         })
     }
@@ -138,6 +149,11 @@ impl Scheduler {
         next_token: Arc<dyn NextToken>,
     ) -> Result<Self, InvalidConfig> {
         Ok(Self { next_token: Some(next_token), ..Self::new(config, vocab)? })
+    }
+
+    /// The same with tiers below the arena.
+    pub fn with_tiers(self, tiers: Catalog) -> Self {
+        Self { pool: BlockPool::with_tiers(self.config.engine.total_blocks, tiers), ..self }
     }
 
     /// What a request must keep to.
@@ -207,13 +223,15 @@ impl Scheduler {
         self.pool.take_events()
     }
 
-    /// Chooses what the next step computes. Blocks that it evicts are told as events before anything overwrites them.
+    /// Chooses what the next step computes. Blocks that it evicts are told as events before anything overwrites them; the moves
+    /// that it leaves are made before the step.
     pub fn plan(&mut self) {
         self.planned.clear();
         self.lacks_blocks = self.secure_decode_blocks();
         if !self.lacks_blocks {
             self.lacks_blocks = !self.admit();
         }
+        self.fetch_blocks();
         self.choose_chunks();
     }
 
@@ -277,7 +295,8 @@ impl Scheduler {
     /// False when blocks were lacking.
     fn admit(&mut self) -> bool {
         let engine = &self.config.engine;
-        let mut wanted: usize = self.running.iter().map(Sequence::remaining).sum();
+        let computing = self.running.iter().filter(|sequence| !sequence.is_loading());
+        let mut wanted: usize = computing.map(Sequence::remaining).sum();
         while self.running.len() < engine.max_num_seqs && wanted < engine.max_num_batched_tokens {
             let new = self.waiting.first_key_value().filter(|_| self.preempted.len() < engine.max_num_seqs);
             let heads = [new, self.preempted.first_key_value()];
@@ -308,13 +327,14 @@ impl Scheduler {
             budget -= 1;
         }
         let mut prompt_rows = PROMPT_LOGIT_ROWS;
-        for (index, sequence) in self.running.iter_mut().enumerate().filter(|(_, sequence)| !sequence.decodes()) {
+        let prefills = |sequence: &Sequence| !sequence.decodes() && !sequence.is_loading();
+        for (index, sequence) in self.running.iter_mut().enumerate().filter(|(_, sequence)| prefills(sequence)) {
             if budget == 0 {
                 return;
             }
             // Blocks that another sequence has computed since this one was admitted need not be computed again.
             sequence.reuse_cached(&mut self.pool);
-            let mut tokens = sequence.remaining().min(budget);
+            let mut tokens = sequence.tokens_to_compute(sequence.remaining().min(budget), &self.pool);
             let mut logits = if tokens == sequence.remaining() { Logits::Last } else { Logits::None };
             if sequence.collects_prompt_logprobs() {
                 tokens = tokens.min(prompt_rows);

@@ -8,16 +8,22 @@ use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use prometheus_client::registry::Registry;
 use protocol::request_plane::Generate;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::Forward;
 use super::exchange::Exchange;
+use super::exchange::queue::Queue;
 use super::scheduler::{Handover, InvalidConfig, RequestId, Scheduler, SchedulerConfig};
 use super::stop::Vocabulary;
+use super::tiers::TierOptions;
+use super::tiers::catalog::{Catalog, TierUsage};
+use super::tiers::metrics::TierMetrics;
+use super::tiers::mover::{Mover, Opened, TierError};
 use crate::engine::{ArenaEvent, Engine, EngineInfo, EngineLoad, EngineOutput, SubmitError};
 use inbox::{Errand, Inbox, Shared, Submission};
 
@@ -37,6 +43,9 @@ pub enum StartError {
     /// No thread could be had.
     #[error("cannot start the engine's thread: {0}")]
     Thread(#[from] std::io::Error),
+    /// The tiers below the arena.
+    #[error(transparent)]
+    Tiers(#[from] TierError),
 }
 
 /// The built-in engine. Dropping it stops its thread.
@@ -44,6 +53,7 @@ pub struct BuiltIn {
     info: EngineInfo,
     shared: Arc<Shared>,
     exchange: Option<Arc<Exchange>>,
+    tiers: Option<TierMetrics>,
     events: Mutex<Option<UnboundedReceiver<ArenaEvent>>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -55,8 +65,18 @@ impl BuiltIn {
         config: SchedulerConfig,
         vocabulary: impl Into<Arc<Vocabulary>>,
     ) -> Result<Self, StartError> {
+        Self::start_with_tiers(forward, config, vocabulary, &TierOptions::default())
+    }
+
+    /// As [`Self::start`], with tiers below the arena.
+    pub fn start_with_tiers(
+        forward: impl Forward + 'static,
+        config: SchedulerConfig,
+        vocabulary: impl Into<Arc<Vocabulary>>,
+        tiers: &TierOptions,
+    ) -> Result<Self, StartError> {
         let max_waiting = config.max_waiting;
-        let scheduler = match forward.next_token() {
+        let mut scheduler = match forward.next_token() {
             None => Scheduler::new(config, forward.vocab())?,
             Some(next_token) => Scheduler::without_logits(config, forward.vocab(), next_token)?,
         };
@@ -64,19 +84,33 @@ impl BuiltIn {
         let (info, limits) = (scheduler.info().clone(), scheduler.limits(vocabulary.into()));
         let shared = Arc::new(Shared::new(limits, max_waiting));
         let exchange = forward.kv().map(|kv| Arc::new(Exchange::new(kv, shared.clone())));
-        let runner = Runner {
+        let tiers = match Tiers::start(tiers, exchange.as_deref(), &forward, &shared)? {
+            Some((catalog, tiers)) => {
+                scheduler = scheduler.with_tiers(catalog);
+                Some(tiers)
+            }
+            None => None,
+        };
+        let metrics = tiers.as_ref().map(|tiers| tiers.metrics.clone());
+        let mut runner = Runner {
             scheduler,
             forward,
             shared: shared.clone(),
             exchange: exchange.clone(),
+            reserving: Queue::default(),
             outputs: HashMap::new(),
             events,
             logits: Vec::new(),
             stalled: false,
+            started: Instant::now(),
+            tiers,
         };
+        // What a disk had from an earlier life is known before the first request.
+        runner.make_moves();
+        runner.publish_events();
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || runner.run())?;
         let (events, thread) = (Mutex::new(Some(events_receiver)), Mutex::new(Some(thread)));
-        Ok(Self { info, shared, exchange, events, thread })
+        Ok(Self { info, shared, exchange, tiers: metrics, events, thread })
     }
 
     /// Stops the thread after the step it is in, and waits for it. Requests that still run fail; a drain comes before this.
@@ -88,6 +122,11 @@ impl BuiltIn {
         {
             tracing::error!("the engine's thread panicked while it stopped");
         }
+    }
+
+    /// What it counts of the tiers below the arena; `None` where it has none.
+    pub fn tiers(&self) -> Option<&TierMetrics> {
+        self.tiers.as_ref()
     }
 
     /// Whether the engine has stopped, by [`Self::shutdown`] or by a failure.
@@ -126,6 +165,39 @@ impl Engine for BuiltIn {
     fn exchange(&self) -> Option<Arc<Exchange>> {
         self.exchange.clone()
     }
+
+    fn register(&self, registry: &mut Registry) {
+        self.tiers.iter().for_each(|tiers| tiers.register(registry));
+    }
+}
+
+/// What the engine's thread has of the tiers below the arena.
+struct Tiers {
+    mover: Mover,
+    metrics: TierMetrics,
+    /// What the metrics say.
+    told: TierUsage,
+    block_bytes: usize,
+}
+
+impl Tiers {
+    /// `None` when there are to be none.
+    fn start(
+        options: &TierOptions,
+        exchange: Option<&Exchange>,
+        forward: &impl Forward,
+        shared: &Arc<Shared>,
+    ) -> Result<Option<(Catalog, Self)>, TierError> {
+        let Some((exchange, kv)) = exchange.zip(forward.kv()) else {
+            return if options.any() { Err(TierError::Immovable) } else { Ok(None) };
+        };
+        let Some(opened) = Opened::new(options, exchange.layout())? else { return Ok(None) };
+        let (shared, block_bytes) = (shared.clone(), kv.arena.shape().block_bytes());
+        let (catalog, mover) = opened.start(kv.arena, move |done| shared.send(Errand::Done(done)))?;
+        let metrics = TierMetrics::default();
+        metrics.set_limits(catalog.sizes(), block_bytes);
+        Ok(Some((catalog, Self { mover, metrics, told: TierUsage::default(), block_bytes })))
+    }
 }
 
 /// The engine's thread.
@@ -134,6 +206,8 @@ struct Runner<F> {
     forward: F,
     shared: Arc<Shared>,
     exchange: Option<Arc<Exchange>>,
+    /// Fetches that wait for room.
+    reserving: Queue,
     /// Of the requests that have not ended.
     outputs: HashMap<RequestId, UnboundedSender<EngineOutput>>,
     events: UnboundedSender<ArenaEvent>,
@@ -141,18 +215,28 @@ struct Runner<F> {
     logits: Vec<f32>,
     /// There are requests, but the last step could compute nothing: they wait for blocks that others hold.
     stalled: bool,
+    /// The scheduler's clock begins here.
+    started: Instant,
+    tiers: Option<Tiers>,
 }
 
 impl<F: Forward> Runner<F> {
     fn run(mut self) {
         let cause = loop {
-            if !self.take_requests() {
-                break "the engine was shut down".to_owned();
-            }
-            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.step())) {
-                let cause = format!("the engine failed: {}", message(&*panic));
-                tracing::error!(unfinished = self.outputs.len(), "{cause}");
-                break cause;
+            let turn = AssertUnwindSafe(|| {
+                self.take_requests() && {
+                    self.step();
+                    true
+                }
+            });
+            match catch_unwind(turn) {
+                Ok(true) => {}
+                Ok(false) => break "the engine was shut down".to_owned(),
+                Err(panic) => {
+                    let cause = format!("the engine failed: {}", message(&*panic));
+                    tracing::error!(unfinished = self.outputs.len(), "{cause}");
+                    break cause;
+                }
             }
         };
         self.stop(&cause);
@@ -164,10 +248,10 @@ impl<F: Forward> Runner<F> {
         let shared = self.shared.clone();
         let errands = {
             let mut inbox = shared.inbox.lock();
-            while idle && inbox.is_empty() {
+            while idle && inbox.is_empty() && self.reserving.is_empty() {
                 shared.wake.wait(&mut inbox);
             }
-            if self.stalled && inbox.is_empty() {
+            if (self.stalled || idle) && inbox.is_empty() {
                 shared.wake.wait_for(&mut inbox, STALL);
             }
             std::mem::take(&mut inbox.errands)
@@ -177,7 +261,13 @@ impl<F: Forward> Runner<F> {
             errands.into_iter().partition(|errand| matches!(errand, Errand::Release(_)));
         releases.into_iter().for_each(|errand| self.run_errand(errand));
         self.drop_cancelled();
+        if let Some(exchange) = &self.exchange {
+            self.reserving.serve(exchange, &mut self.scheduler, Instant::now());
+        }
         others.into_iter().for_each(|errand| self.run_errand(errand));
+        // Whoever gets a reservation writes to it.
+        self.make_moves();
+        self.reserving.answer();
         let mut inbox = shared.inbox.lock();
         if inbox.closed {
             return false;
@@ -210,12 +300,12 @@ impl<F: Forward> Runner<F> {
     fn run_errand(&mut self, errand: Errand) {
         match errand {
             Errand::Release(table) => self.scheduler.release(&table),
-            Errand::Reserve { blocks, reply } => {
-                let Some(exchange) = self.exchange.as_ref().filter(|_| !reply.is_closed()) else { return };
-                let reserved = self.scheduler.reserve(&blocks);
-                // If nobody takes it, the reservation gives itself back.
-                let _ = reply.send(reserved.map(|(table, here)| exchange.reservation(blocks, table, here)));
+            Errand::Reserve(ask) => {
+                if let Some(exchange) = &self.exchange {
+                    self.reserving.ask(ask, exchange, &mut self.scheduler, Instant::now());
+                }
             }
+            Errand::Done(done) => self.scheduler.done(done),
         }
     }
 
@@ -234,13 +324,15 @@ impl<F: Forward> Runner<F> {
 
     /// Runs one step.
     fn step(&mut self) {
+        self.scheduler.tick(self.started.elapsed());
         self.scheduler.plan();
+        let moved = self.make_moves();
         self.note_not_started(&mut self.shared.inbox.lock());
         self.publish_load();
         self.publish_events();
         self.logits.clear();
         let chunks = self.scheduler.chunks();
-        self.stalled = chunks.is_empty();
+        self.stalled = chunks.is_empty() && !moved;
         if !chunks.is_empty() {
             self.forward.forward(&chunks, &mut self.logits);
         }
@@ -258,6 +350,23 @@ impl<F: Forward> Runner<F> {
                 self.outputs.remove(&id);
             }
         }
+    }
+
+    /// Makes what moves the scheduler has left, and says whether there were any.
+    fn make_moves(&mut self) -> bool {
+        let Some(tiers) = &mut self.tiers else { return false };
+        let moves = self.scheduler.take_moves();
+        moves.iter().for_each(|a_move| tiers.mover.make(*a_move));
+        let now = self.started.elapsed();
+        for loaded in self.scheduler.take_loaded() {
+            tiers.metrics.onboarded(now.saturating_sub(loaded.since).as_secs_f64());
+        }
+        let usage = self.scheduler.tiers();
+        if usage != tiers.told {
+            tiers.metrics.update(&tiers.told, &usage, tiers.block_bytes);
+            tiers.told = usage;
+        }
+        !moves.is_empty()
     }
 
     /// Leases the blocks of prompts computed for others, and adds to their last outputs how they are fetched.
@@ -310,6 +419,7 @@ impl<F: Forward> Runner<F> {
         if let Some(exchange) = &self.exchange {
             exchange.close();
         }
+        self.shared.stopped.cancel();
         self.scheduler.abort();
         self.publish_load();
         self.publish_events();

@@ -281,7 +281,7 @@ fn options(answer_tokens: Option<f64>) -> MockerOptions {
 /// A mocker of four sequences and steps of 16 tokens.
 fn started(blocks: usize, answer_tokens: Option<f64>) -> BuiltIn {
     let text = Arc::new(PlainText::new(&vocabulary(), answer_tokens));
-    start(config(blocks, 4, 16), vocabulary(), text, options(answer_tokens)).expect("starts")
+    start(config(blocks, 4, 16), vocabulary(), text, options(answer_tokens), &TierOptions::default()).expect("starts")
 }
 
 /// Tokens and reason of the answer.
@@ -356,7 +356,7 @@ fn sizes_are_checked_and_the_arena_bounds_the_context() {
     let options = MockerOptions { context_length: 131_072, ..options(None) };
     let model = MockedModel::read(&crate::engine::builtin::test_model::path(), options).expect("the default model");
     let sizes = OpenOptions { total_blocks: 100, ..OpenOptions::default() };
-    let engine = model.start(sizes).expect("starts");
+    let engine = model.start(sizes.clone()).expect("starts");
     assert_eq!(engine.info().context_length, 1600);
     assert!(matches!(engine.submit(generate(&[49152], 1)), Err(SubmitError::Invalid(_))));
     assert!(model.start(OpenOptions { max_num_batched_tokens: 1, ..sizes }).is_err());

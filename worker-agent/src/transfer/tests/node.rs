@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -14,13 +15,15 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::JoinHandle;
 
 use crate::drain::Drain;
+use crate::engine::builtin::llama::Llama;
 use crate::engine::builtin::llama::tests::tiny;
 use crate::engine::builtin::scheduler::SchedulerConfig;
 use crate::engine::builtin::service::BuiltIn;
 use crate::engine::builtin::stop::Vocabulary;
+use crate::engine::builtin::{Chunk, Forward, Kv};
 use crate::engine::{Engine, EngineInfo, EngineOutput};
 use crate::transfer::metrics::TransferMetrics;
-use crate::transfer::{Options, Server, Source, Transfers, serve};
+use crate::transfer::{Options, Source, Transfers, Transports, open, serve};
 
 /// Longest wait for anything that should come.
 pub(super) const DEADLINE: Duration = Duration::from_secs(30);
@@ -49,12 +52,46 @@ pub(super) struct Setup {
     /// Another model of the same shapes.
     pub(super) other_model: bool,
     pub(super) revision: &'static str,
+    pub(super) max_waiting: usize,
+    pub(super) transports: Transports,
+    /// Once it is true, the next step panics.
+    pub(super) dies: Option<Arc<AtomicBool>>,
 }
 
 impl Default for Setup {
     fn default() -> Self {
         let (lease, timeout) = (Duration::from_secs(60), Duration::from_secs(20));
-        Self { blocks: 64, lease, timeout, other_model: false, revision: "r1" }
+        Self {
+            blocks: 64,
+            lease,
+            timeout,
+            other_model: false,
+            revision: "r1",
+            max_waiting: 8,
+            transports: Transports::Tcp,
+            dies: None,
+        }
+    }
+}
+
+/// A model whose steps can be made to fail.
+struct Mortal {
+    model: Llama,
+    dies: Arc<AtomicBool>,
+}
+
+impl Forward for Mortal {
+    fn vocab(&self) -> usize {
+        self.model.vocab()
+    }
+
+    fn kv(&self) -> Option<Kv> {
+        self.model.kv()
+    }
+
+    fn forward(&mut self, chunks: &[Chunk<'_>], logits: &mut Vec<f32>) {
+        assert!(!self.dies.load(Relaxed), "on purpose");
+        self.model.forward(chunks, logits);
     }
 }
 
@@ -75,23 +112,24 @@ impl Node {
             max_num_batched_tokens: 32,
             context_length: 128,
         };
-        let config = SchedulerConfig { engine, max_waiting: 8 };
-        let model = tiny(setup.blocks, setup.other_model);
+        let config = SchedulerConfig { engine, max_waiting: setup.max_waiting };
+        let model = Mortal { model: tiny(setup.blocks, setup.other_model), dies: setup.dies.unwrap_or_default() };
         let engine = BuiltIn::start(model, config, Vocabulary::default()).expect("starts");
         let exchange = engine.exchange().expect("a model has blocks");
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let (boot_epoch, revision) = (format!("epoch-{:x}", rand::random::<u64>()), setup.revision.to_owned());
         let options = Options {
             address: listener.local_addr().expect("bound").to_string(),
-            boot_epoch: boot_epoch.clone(),
-            revision: revision.clone(),
+            transports: setup.transports,
+            boot_epoch: format!("epoch-{:x}", rand::random::<u64>()),
+            revision: setup.revision.to_owned(),
             lease: setup.lease,
             timeout: setup.timeout,
         };
         let (metrics, drain) = (TransferMetrics::new(&mut Registry::default()), Arc::new(Drain::default()));
-        let server = Server { exchange: exchange.clone(), boot_epoch, revision, metrics: metrics.clone() };
-        let serving = tokio::spawn(serve(listener, Arc::new(server), drain.clone()));
-        Self { engine: Transfers::new(Arc::new(engine), exchange, options, metrics.clone()), metrics, drain, serving }
+        let (engine, server) =
+            open(Arc::new(engine), exchange, options, listener, metrics.clone()).expect("a thread and sockets");
+        let serving = tokio::spawn(serve(server, drain.clone()));
+        Self { engine, metrics, drain, serving }
     }
 
     pub(super) fn submit(&self, request: Generate) -> UnboundedReceiver<EngineOutput> {
@@ -174,9 +212,10 @@ pub(super) struct Proxy {
 
 impl Proxy {
     pub(super) async fn before(source: &mut Source, harm: Harm) -> Self {
-        let target = std::mem::take(&mut source.address);
+        let address = &mut source.offers.last_mut().expect("TCP").address;
+        let target = std::mem::take(address);
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        source.address = listener.local_addr().expect("bound").to_string();
+        *address = listener.local_addr().expect("bound").to_string();
         let (stalled, connections) = (Arc::new(Notify::new()), Arc::new(Mutex::new(Vec::new())));
         let (notify, list) = (stalled.clone(), connections.clone());
         let accepting = tokio::spawn(async move {

@@ -1,11 +1,14 @@
 //! Blocks that are kept for whoever fetches them.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use kv_hashing::SequenceHash;
 use parking_lot::Mutex;
+use tokio::sync::Notify;
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::engine::builtin::BlockId;
 use crate::engine::builtin::arena::KvArena;
@@ -18,8 +21,8 @@ const MAX_LEASES: usize = 4096;
 pub struct Terms {
     /// How long a lease lasts from its last progress.
     pub lifetime: Duration,
-    /// What whoever fetches the blocks must be told.
-    pub describe: Box<dyn Fn(&Lease) -> String + Send + Sync>,
+    /// What whoever fetches the blocks must be told; called on the engine's thread for each lease that begins.
+    pub describe: Box<dyn Fn(&Arc<Lease>) -> String + Send + Sync>,
 }
 
 /// The lease has ended, or never was.
@@ -34,11 +37,14 @@ pub struct Lease {
     arena: Arc<KvArena>,
     shared: Arc<Shared>,
     progress: Mutex<Instant>,
+    /// Parallel to `blocks`.
+    checksums: Vec<OnceLock<u64>>,
 }
 
 impl Lease {
     pub(super) fn new(id: u64, blocks: Vec<(SequenceHash, BlockId)>, arena: Arc<KvArena>, shared: Arc<Shared>) -> Self {
-        Self { id, blocks, arena, shared, progress: Mutex::new(Instant::now()) }
+        let checksums = blocks.iter().map(|_| OnceLock::new()).collect();
+        Self { id, blocks, arena, shared, progress: Mutex::new(Instant::now()), checksums }
     }
 
     /// Names the lease; not to be guessed.
@@ -61,6 +67,22 @@ impl Lease {
         unsafe { self.arena.block(self.blocks[index].1) }
     }
 
+    /// XXH3-64 of the block at `index`, computed when it is first wanted.
+    ///
+    /// # Panics
+    /// When there are not so many blocks.
+    pub fn checksum(&self, index: usize) -> u64 {
+        *self.checksums[index].get_or_init(|| xxh3_64(self.bytes(index)))
+    }
+
+    /// Where the block at `index` begins in the arena's memory, in bytes.
+    ///
+    /// # Panics
+    /// When there are not so many blocks.
+    pub fn offset(&self, index: usize) -> u64 {
+        self.arena.offset(self.blocks[index].1)
+    }
+
     /// Somebody is fetching.
     pub fn touch(&self) {
         *self.progress.lock() = Instant::now();
@@ -79,26 +101,43 @@ pub(super) struct Leases {
     max_blocks: usize,
     terms: OnceLock<Terms>,
     held: Mutex<Held>,
+    /// Told when the last lease has ended.
+    empty: Notify,
 }
 
 #[derive(Default)]
 struct Held {
     by_id: HashMap<u64, Arc<Lease>>,
-    blocks: usize,
+    /// Blocks under leases, and under how many: prompts share their beginnings.
+    blocks: HashMap<BlockId, u32>,
     closed: bool,
 }
 
 impl Held {
+    fn insert(&mut self, lease: Arc<Lease>) {
+        for (_, block) in &lease.blocks {
+            *self.blocks.entry(*block).or_default() += 1;
+        }
+        self.by_id.insert(lease.id, lease);
+    }
+
     fn remove(&mut self, id: u64) -> Option<Arc<Lease>> {
         let lease = self.by_id.remove(&id)?;
-        self.blocks -= lease.blocks.len();
+        for (_, block) in &lease.blocks {
+            if let Entry::Occupied(mut leases) = self.blocks.entry(*block) {
+                *leases.get_mut() -= 1;
+                if *leases.get() == 0 {
+                    leases.remove();
+                }
+            }
+        }
         Some(lease)
     }
 }
 
 impl Leases {
     pub(super) fn new(max_blocks: usize) -> Self {
-        Self { max_blocks, terms: OnceLock::new(), held: Mutex::default() }
+        Self { max_blocks, terms: OnceLock::new(), held: Mutex::default(), empty: Notify::new() }
     }
 
     pub(super) fn open(&self, terms: Terms) {
@@ -109,13 +148,13 @@ impl Leases {
     pub(super) fn grant(&self, make: impl FnOnce(u64) -> Lease, table: Vec<BlockId>) -> Result<String, Vec<BlockId>> {
         let Some(terms) = self.terms.get() else { return Err(table) };
         let mut held = self.held.lock();
-        let full = held.by_id.len() >= MAX_LEASES || held.blocks + table.len() > self.max_blocks;
+        let fresh = table.iter().filter(|block| !held.blocks.contains_key(block)).count();
+        let full = held.by_id.len() >= MAX_LEASES || held.blocks.len() + fresh > self.max_blocks;
         if full || held.closed {
             return Err(table);
         }
         let lease = Arc::new(make(rand::random()));
-        held.blocks += table.len();
-        held.by_id.insert(lease.id, lease.clone());
+        held.insert(lease.clone());
         drop(held);
         Ok((terms.describe)(&lease))
     }
@@ -129,6 +168,7 @@ impl Leases {
     pub(super) fn end(&self, id: u64) {
         // Dropped after the lock is free.
         let _lease = self.held.lock().remove(id);
+        self.note_empty();
     }
 
     pub(super) fn expire(&self, now: Instant) -> usize {
@@ -138,20 +178,38 @@ impl Leases {
         let ids: Vec<u64> = held.by_id.values().filter(|lease| idle(lease)).map(|lease| lease.id).collect();
         let gone: Vec<_> = ids.into_iter().filter_map(|id| held.remove(id)).collect();
         drop(held);
+        self.note_empty();
         gone.len()
+    }
+
+    fn note_empty(&self) {
+        if self.held.lock().by_id.is_empty() {
+            self.empty.notify_waiters();
+        }
+    }
+
+    pub(super) async fn ended(&self) {
+        loop {
+            let empty = self.empty.notified();
+            if self.held.lock().by_id.is_empty() {
+                return;
+            }
+            empty.await;
+        }
     }
 
     pub(super) fn held(&self) -> (usize, usize) {
         let held = self.held.lock();
-        (held.by_id.len(), held.blocks)
+        (held.by_id.len(), held.blocks.len())
     }
 
     pub(super) fn close(&self) {
         let mut held = self.held.lock();
         held.closed = true;
-        held.blocks = 0;
+        held.blocks.clear();
         let gone = std::mem::take(&mut held.by_id);
         drop(held);
         drop(gone);
+        self.note_empty();
     }
 }

@@ -1,6 +1,7 @@
 //! Room in the arena for blocks that are on their way.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use kv_hashing::{BlockHash, SequenceHash};
 
@@ -13,6 +14,7 @@ use crate::engine::builtin::service::inbox::{Errand, Shared};
 pub struct Reservation {
     shared: Arc<Shared>,
     arena: Arc<KvArena>,
+    share: Share,
     blocks: Vec<(BlockHash, SequenceHash)>,
     /// Parallel to `blocks`.
     table: Vec<BlockId>,
@@ -28,6 +30,28 @@ pub struct Import {
     pub(in crate::engine::builtin) table: Vec<BlockId>,
     /// Which of the blocks have come.
     pub(in crate::engine::builtin) new: std::ops::Range<usize>,
+    /// Ends with it: cached blocks that nobody holds can be had by all.
+    pub(in crate::engine::builtin) share: Share,
+}
+
+/// Counts blocks as reserved while it lives.
+#[derive(Default)]
+pub(in crate::engine::builtin) struct Share {
+    reserved: Arc<AtomicUsize>,
+    blocks: usize,
+}
+
+impl Share {
+    pub(super) fn new(reserved: Arc<AtomicUsize>, blocks: usize) -> Self {
+        reserved.fetch_add(blocks, Relaxed);
+        Self { reserved, blocks }
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.reserved.fetch_sub(self.blocks, Relaxed);
+    }
 }
 
 impl Import {
@@ -41,12 +65,13 @@ impl Reservation {
     pub(super) fn new(
         shared: Arc<Shared>,
         arena: Arc<KvArena>,
+        share: Share,
         blocks: Vec<(BlockHash, SequenceHash)>,
         table: Vec<BlockId>,
         here: usize,
     ) -> Self {
         debug_assert!(blocks.len() == table.len() && here <= table.len());
-        Self { shared, arena, blocks, table, here, complete: here }
+        Self { shared, arena, share, blocks, table, here, complete: here }
     }
 
     /// Leading blocks that need not come: they were here.
@@ -62,6 +87,11 @@ impl Reservation {
     /// Blocks that have come.
     pub fn received(&self) -> usize {
         self.complete - self.here
+    }
+
+    /// Whether sequences run beside it.
+    pub fn is_beside_others(&self) -> bool {
+        self.shared.is_running()
     }
 
     /// Bytes of each block.
@@ -89,7 +119,8 @@ impl Reservation {
     /// Hands over what has come, for [`super::Place::enter`]. Room for blocks that have not come is given back with it.
     pub fn finish(mut self) -> Import {
         let (blocks, table) = (std::mem::take(&mut self.blocks), std::mem::take(&mut self.table));
-        Import { blocks, table, new: self.here..self.complete }
+        let share = std::mem::take(&mut self.share);
+        Import { blocks, table, new: self.here..self.complete, share }
     }
 }
 

@@ -124,3 +124,23 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn fingerprints_tell_files_apart_wherever_they_differ_by_a_page() {
+    let size = 40 * SAMPLES * SAMPLE;
+    let file =
+        |data: Vec<u8>| GgufBuilder::default().tensor("large", &[size / 4], 0, data).tensor("b", &[32], 2, vec![7; 18]);
+    let fingerprint = |file: GgufBuilder| open(&file.bytes()).expect("valid").fingerprint();
+    let same = fingerprint(file(vec![0; size]));
+    assert_eq!(fingerprint(file(vec![0; size])), same);
+    for at in [0, size / 2, size - 1] {
+        let mut data = vec![0; size];
+        // As wide as two neighbouring samples are apart.
+        let from = at.min(size - size / SAMPLES);
+        data[from..from + size / SAMPLES].fill(1);
+        assert_ne!(fingerprint(file(data)), same, "at {at}");
+    }
+    let mut last = vec![0; size];
+    last[size - 1] = 1;
+    assert_ne!(fingerprint(file(last)), same);
+}

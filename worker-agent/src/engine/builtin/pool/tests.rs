@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use kv_hashing::{BlockSize, HashSpace, sequence_hashes};
+use kv_index::{EngineHash, KvEventData};
 use proptest::prelude::*;
 
 use super::*;
@@ -91,7 +92,7 @@ fn check(pool: &BlockPool, held: &[Held], mirror: &Mirror) {
         assert_eq!(block.refs, refs.get(&id).copied().unwrap_or(0));
         let places = [block.refs > 0, free.contains(&id), idle.contains(&id)];
         assert_eq!(places.iter().filter(|p| **p).count(), 1, "block {index} is leaked or owned twice");
-        assert!(block.cached.is_none_or(|hash| pool.cached[&hash] == id));
+        assert!(block.cached.is_none_or(|hash| pool.cached[&hash.hash] == id));
     }
     let cached: HashSet<u64> = pool.cached.keys().map(|hash| hash.0).collect();
     assert_eq!(cached, mirror.parent_of.keys().copied().collect::<HashSet<_>>());

@@ -5,7 +5,7 @@ use kv_hashing::{BlockHash, SequenceHash};
 
 use super::{Request, RequestId, Scheduler};
 use crate::engine::builtin::BlockId;
-use crate::engine::builtin::exchange::{Import, NoRoom};
+use crate::engine::builtin::exchange::Import;
 
 #[cfg(test)]
 mod tests;
@@ -41,25 +41,34 @@ impl Scheduler {
         self.pool.release(table);
     }
 
-    /// Holds the leading blocks that are cached, and allocates the others for the caller to fill; returns the table, and how
-    /// many were cached. As with admission, running sequences keep a block each to grow into; and while others wait for
-    /// blocks there are none to reserve.
-    pub fn reserve(&mut self, blocks: &[(BlockHash, SequenceHash)]) -> Result<(Vec<BlockId>, usize), NoRoom> {
+    /// How many of a sequence's leading blocks are not cached.
+    pub fn missing(&self, blocks: &[(BlockHash, SequenceHash)]) -> usize {
+        blocks.len() - self.pool.prefix(blocks.iter().map(|block| block.1)).blocks
+    }
+
+    /// Holds the leading blocks that are cached or in host memory, and allocates the others, `limit` at most, for the caller to
+    /// fill; returns the table, and how many need not be filled. The moves that this leaves come before anything else is written.
+    /// As with admission, running sequences keep a block each to grow into; and while others wait for blocks there are none to
+    /// reserve.
+    pub fn reserve(&mut self, blocks: &[(BlockHash, SequenceHash)], limit: usize) -> Option<(Vec<BlockId>, usize)> {
         let prefix = self.pool.prefix(blocks.iter().map(|block| block.1));
         let missing = blocks.len() - prefix.blocks;
+        // Of the last plan; whoever lacked blocks then may be gone.
+        let wanted = self.lacks_blocks && !self.is_idle();
         let short = self.pool.available() < prefix.idle + missing + self.running.len();
-        if missing > 0 && (self.lacks_blocks || short) {
-            return Err(NoRoom::Blocks);
+        if missing > limit || missing > 0 && (wanted || short) {
+            return None;
         }
         let here = blocks[..prefix.blocks].iter();
         let mut table: Vec<_> = here.filter_map(|block| self.pool.acquire(block.1)).collect();
-        self.pool.allocate(missing, &mut table).map_err(|_| NoRoom::Blocks)?;
-        Ok((table, prefix.blocks))
+        self.pool.allocate(missing, &mut table).ok()?;
+        let here = self.fill_from_host(blocks, &mut table, prefix.blocks);
+        Some((table, here))
     }
 
     /// Caches the blocks that have come, and gives all of a reservation back to the pool: they are what is evicted last.
     pub fn import(&mut self, import: Import) {
-        let Import { blocks, mut table, new } = import;
+        let Import { blocks, mut table, new, share: _share } = import;
         for index in new {
             let (local, hash) = blocks[index];
             let parent = index.checked_sub(1).map(|parent| blocks[parent].1);

@@ -13,6 +13,11 @@ use crate::engine::builtin::stop::{Ending, StopWatch};
 use crate::engine::builtin::{BlockId, Chunk, Context, Logits};
 use crate::engine::{EngineOutput, Finish, Prefilled};
 
+mod loading;
+
+pub(super) use loading::Loaded;
+use loading::Loading;
+
 /// Order of service: higher priority first, then the older request.
 pub(super) type Rank = (Reverse<i32>, RequestId);
 
@@ -50,6 +55,7 @@ pub(super) struct Sequence {
     reused_tokens: usize,
     /// The prompt is computed for another engine, which goes on after the first token.
     prefill_only: bool,
+    loading: Loading,
 }
 
 impl Sequence {
@@ -75,6 +81,7 @@ impl Sequence {
             restarted: false,
             reused_tokens: 0,
             prefill_only: request.prefill_only,
+            loading: Loading::default(),
         }
     }
 
@@ -109,22 +116,31 @@ impl Sequence {
         self.hashes[..blocks].iter().map(|hash| hash.1)
     }
 
+    /// The next block that may be reused.
+    fn next_reusable(&self) -> Option<(BlockHash, SequenceHash)> {
+        self.reusable().nth(self.committed).map(|_| self.hashes[self.committed])
+    }
+
     /// Takes cached blocks for the positions that come next, in place of those in the table that are not computed.
     pub(super) fn reuse_cached(&mut self, pool: &mut BlockPool) {
-        let next: Vec<_> = self.reusable().skip(self.committed).collect();
-        for hash in next {
+        while let Some((_, hash)) = self.next_reusable() {
             let Some(block) = pool.acquire(hash) else { break };
             match self.table.get_mut(self.committed) {
                 Some(own) => pool.release(&[std::mem::replace(own, block)]),
                 None => self.table.push(block),
             }
-            self.committed += 1;
-            let computed = self.committed * self.block_size.get();
-            if !self.restarted {
-                self.reused_tokens += computed - self.computed;
-            }
-            self.computed = computed;
+            self.cover_next();
         }
+    }
+
+    /// The next block of the table has its content, and is cached.
+    fn cover_next(&mut self) {
+        self.committed += 1;
+        let computed = self.committed * self.block_size.get();
+        if !self.restarted {
+            self.reused_tokens += computed - self.computed;
+        }
+        self.computed = computed;
     }
 
     /// The next `tokens` tokens as a chunk.
@@ -180,6 +196,7 @@ impl Sequence {
         self.computed = 0;
         self.committed = 0;
         self.restarted = true;
+        self.loading = Loading::default();
         if let Some(entries) = &mut self.prompt_logprobs {
             entries.clear();
         }

@@ -14,6 +14,7 @@ use crate::engine::builtin::shadow::{Shadow, VOCAB, extend, push_row};
 use crate::engine::builtin::stop::StopWatch;
 
 mod continued;
+mod tiers;
 
 const SIZE: usize = 4;
 

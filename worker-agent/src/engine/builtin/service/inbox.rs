@@ -8,11 +8,13 @@ use kv_hashing::{BlockHash, SequenceHash};
 use parking_lot::{Condvar, Mutex};
 use protocol::request_plane::Generate;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, WeakUnboundedSender, unbounded_channel};
-use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
 
 use crate::engine::builtin::BlockId;
-use crate::engine::builtin::exchange::{Import, NoRoom, Reservation};
+use crate::engine::builtin::exchange::Import;
+use crate::engine::builtin::exchange::queue::Ask;
 use crate::engine::builtin::scheduler::{Limits, Request};
+use crate::engine::builtin::tiers::Done;
 use crate::engine::{EngineLoad, EngineOutput, SubmitError};
 
 /// What callers and the engine's thread share.
@@ -20,13 +22,16 @@ pub(in crate::engine::builtin) struct Shared {
     pub(super) inbox: Mutex<Inbox>,
     pub(super) wake: Condvar,
     pub(super) load: LoadCells,
+    /// The engine's thread has ended.
+    pub(super) stopped: CancellationToken,
     limits: Limits,
     max_waiting: usize,
 }
 
 impl Shared {
     pub(super) fn new(limits: Limits, max_waiting: usize) -> Self {
-        Self { inbox: Mutex::default(), wake: Condvar::new(), load: LoadCells::default(), limits, max_waiting }
+        let (inbox, wake, load, stopped) = Default::default();
+        Self { inbox, wake, load, stopped, limits, max_waiting }
     }
 
     /// Checks a request and takes a place in the queue for it. There is no place where the answer had ended before it came
@@ -69,6 +74,11 @@ impl Shared {
         }
     }
 
+    /// Whether there are sequences in the running batch.
+    pub(in crate::engine::builtin) fn is_running(&self) -> bool {
+        self.load.running.load(Relaxed) > 0
+    }
+
     pub(super) fn load(&self) -> EngineLoad {
         let in_inbox = {
             let inbox = self.inbox.lock();
@@ -89,6 +99,11 @@ impl Place {
     /// The blocks that the request can reuse, in order.
     pub fn reusable(&self) -> &[(BlockHash, SequenceHash)] {
         self.request.as_ref().map_or(&[], |(request, _)| request.reusable())
+    }
+
+    /// Waits until the engine has stopped.
+    pub async fn stopped(&self) {
+        self.shared.stopped.cancelled().await;
     }
 
     /// Waits until nobody waits for the request.
@@ -129,7 +144,7 @@ pub(super) struct Inbox {
     placed: usize,
     /// Of the requests that the scheduler has and that wait for their first step; weak, for only the engine's thread ends them.
     pub(super) not_started: Vec<WeakUnboundedSender<EngineOutput>>,
-    /// Bounded by leases and reservations: each leaves one at its beginning and one at its end.
+    /// Bounded by leases and reservations, which leave one at their beginning and one at their end, and by the disk's queues.
     pub(super) errands: Vec<Errand>,
     /// No request will be taken any more.
     pub(super) closed: bool,
@@ -162,15 +177,12 @@ pub(super) struct Submission {
 
 /// What those who move blocks ask of the engine's thread.
 pub(in crate::engine::builtin) enum Errand {
-    /// Hold these blocks, the ones that are not here being reserved. Nobody listening: they are released at once.
-    Reserve {
-        /// A sequence's leading blocks.
-        blocks: Vec<(BlockHash, SequenceHash)>,
-        /// Who asks.
-        reply: oneshot::Sender<Result<Reservation, NoRoom>>,
-    },
+    /// Hold blocks, the ones that are not here being reserved.
+    Reserve(Ask),
     /// Give back what was held.
     Release(Vec<BlockId>),
+    /// A move of the disk has ended.
+    Done(Done),
 }
 
 /// The load after the last change, each figure on its own: a reader may see two figures of neighbouring steps.

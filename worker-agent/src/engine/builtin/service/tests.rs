@@ -11,6 +11,8 @@ use super::*;
 use crate::engine::builtin::shadow::{Shadow, VOCAB};
 use crate::engine::builtin::{Chunk, Logits};
 
+mod tiers;
+
 const DEADLINE: Duration = Duration::from_secs(60);
 
 fn config(total_blocks: usize, max_num_batched_tokens: usize, max_waiting: usize) -> SchedulerConfig {

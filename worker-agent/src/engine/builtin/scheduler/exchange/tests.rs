@@ -125,7 +125,7 @@ fn hand_over(from: &mut Side, to: &mut Side, prompt: Vec<u32>) -> Option<Coming>
     let handover = handover?;
     let wanted = to.request(decode(&prompt, first)).reusable().to_vec();
     assert!(wanted.iter().map(|block| block.1).eq(handover.hashes.iter().copied()), "all full blocks of the prompt");
-    let reserved = to.scheduler.reserve(&wanted).ok().map(|(table, here)| (wanted, table, here));
+    let reserved = to.scheduler.reserve(&wanted, usize::MAX).map(|(table, here)| (wanted, table, here));
     Some(Coming { prompt, first, handover, reserved })
 }
 
@@ -138,7 +138,7 @@ fn arrive(from: &mut Side, to: &mut Side, coming: Coming, count: usize) -> (Requ
     if let Some((blocks, table, here)) = coming.reserved {
         let new = here..table.len().min(here + count);
         new.clone().for_each(|at| to.shadow.copy_block(table[at], &from.shadow, coming.handover.table[at]));
-        to.scheduler.import(Import { blocks, table, new });
+        to.scheduler.import(Import { blocks, table, new, share: Default::default() });
     }
     from.scheduler.release(&coming.handover.table);
     let id = to.enqueue(decode(&coming.prompt, coming.first));

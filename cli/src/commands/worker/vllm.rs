@@ -1,0 +1,85 @@
+//! A worker beside vLLM: each life of the server is a life of the worker, with its own epoch and registration.
+
+use std::sync::Arc;
+
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use worker_agent::admin;
+use worker_agent::agent::{self, ModelInfo};
+use worker_agent::artifacts::directory;
+use worker_agent::config::{Config, VllmSettings};
+use worker_agent::engine::remote::metrics::RemoteMetrics;
+use worker_agent::engine::remote::vllm::{ConnectError, wait};
+
+use super::{agent_failure, listen};
+use crate::outcome::{Failure, Outcome};
+
+/// Runs until `shutdown`; while vLLM is away, there is no worker.
+pub(super) async fn run(config: Config, shutdown: CancellationToken) -> Outcome {
+    let settings = config.vllm_settings().map_err(Failure::settings)?;
+    let metrics = RemoteMetrics::default();
+    while live(&config, &settings, &metrics, &shutdown).await? {
+        tracing::warn!(url = settings.url, "the worker has left; waiting for vLLM to come back");
+    }
+    Ok(())
+}
+
+/// One life; false when it was the last.
+async fn live(
+    config: &Config,
+    settings: &VllmSettings,
+    metrics: &RemoteMetrics,
+    shutdown: &CancellationToken,
+) -> Result<bool, Failure> {
+    let probes = Probes::answer(config).await?;
+    let ready = tokio::select! {
+        ready = wait(settings) => ready,
+        () = shutdown.cancelled() => return Ok(false),
+    };
+    let ready = ready.map_err(|error| match error {
+        ConnectError::Untold { .. } => Failure::settings(error),
+        error => error.into(),
+    })?;
+    // Only now: it may be vLLM that has put the files there.
+    let path = settings.model_path.clone();
+    let artifacts = tokio::task::spawn_blocking(move || directory::read(&path)).await?.map_err(Failure::settings)?;
+    let model = ModelInfo {
+        name: config.model_name.clone().unwrap_or_else(|| ready.model.clone()),
+        files: artifacts.files,
+        eos_token_ids: artifacts.eos_token_ids.clone(),
+        bos_token_id: artifacts.bos_token_id,
+    };
+    probes.end().await;
+    let engine = Arc::new(ready.start(settings, artifacts.eos_token_ids, metrics.clone()));
+    let listeners = listen(config).await?;
+    let ended = agent::run(config.clone(), engine.clone(), model, listeners, shutdown.clone()).await;
+    match ended {
+        // The agent has drained: whatever ended it, the engine is gone.
+        Err(_) if engine.lost().is_some() && !shutdown.is_cancelled() => Ok(true),
+        ended => ended.map(|()| false).map_err(agent_failure),
+    }
+}
+
+/// Tells probes that the process lives while there is no worker.
+struct Probes(JoinHandle<()>);
+
+impl Probes {
+    async fn answer(config: &Config) -> Result<Self, Failure> {
+        // Bound with all the others, so that an address that is taken is told at once.
+        let admin = listen(config).await?.admin;
+        Ok(Self(tokio::spawn(admin::serve_waiting(admin, Arc::default()))))
+    }
+
+    /// Gives the port back.
+    async fn end(mut self) {
+        self.0.abort();
+        // Cancelled, or over by itself: either way it holds nothing any more.
+        let _ = (&mut self.0).await;
+    }
+}
+
+impl Drop for Probes {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}

@@ -1,0 +1,188 @@
+//! Blocks in files that survive the process: a file of blocks, a file that says what they are, and a lock.
+//!
+//! A block is written over an older one only after the index has forgotten that, and is in the index only when it is whole; so
+//! a process that dies leaves no half-written block. A machine that loses power may have written in another order: the
+//! checksum of a block is compared whenever it is read. Nothing is synced: what is lost is computed again.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{Error, ErrorKind};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use kv_hashing::{SequenceHash, chain};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use super::{CachedBlock, DiskSlot, ReadFault, WriteFault};
+use index::{ENTRY, Entry, Header};
+
+mod index;
+#[cfg(test)]
+mod tests;
+pub mod thread;
+
+/// Longest time for reading the index at the start; blocks that are not found in it are forgotten. 100 MB, which is the index
+/// of half a terabyte of the smallest blocks that models have, take less.
+const SCAN: Duration = Duration::from_secs(5);
+
+/// Why there is no disk tier.
+#[derive(Debug, thiserror::Error)]
+pub enum DiskError {
+    /// Another process, or another engine of this one, has the directory.
+    #[error("{} is in use by another worker", .0.display())]
+    Locked(PathBuf),
+    /// It cannot be used.
+    #[error("{}: {error}", .path.display())]
+    Io {
+        /// What.
+        path: PathBuf,
+        /// Why.
+        error: Error,
+    },
+}
+
+/// What files must agree on to be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DiskFormat {
+    /// Names model, layout of a block, and revision.
+    pub fingerprint: u64,
+    /// Bytes of a block.
+    pub block_bytes: usize,
+}
+
+impl DiskFormat {
+    /// Blocks that `bytes` bytes of disk hold.
+    pub fn blocks(&self, bytes: u64) -> usize {
+        usize::try_from(bytes / (self.block_bytes as u64 + ENTRY as u64)).unwrap_or(usize::MAX)
+    }
+}
+
+/// The open files. Whoever has them has the directory for itself.
+#[derive(Debug)]
+pub struct Disk {
+    blocks: File,
+    index: File,
+    block_bytes: usize,
+    /// Held as long as the files are open.
+    _lock: File,
+}
+
+impl Disk {
+    /// Opens the files of `dir`, makes what is missing, and finds the blocks that are there; of another format or beyond
+    /// `capacity` blocks they are deleted.
+    pub fn open(dir: &Path, format: DiskFormat, capacity: usize) -> Result<(Self, Vec<Found>), DiskError> {
+        let at = |path: &Path| {
+            let path = path.to_path_buf();
+            move |error| DiskError::Io { path, error }
+        };
+        std::fs::create_dir_all(dir).map_err(at(dir))?;
+        let open = |name: &str| {
+            let path = dir.join(name);
+            let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
+            file.map_err(at(&path)).map(|file| (file, path))
+        };
+        let (lock, lock_path) = open("lock")?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(DiskError::Locked(dir.to_path_buf())),
+            Err(TryLockError::Error(error)) => return Err(DiskError::Io { path: lock_path, error }),
+        }
+        let ((index, index_path), (blocks, blocks_path)) = (open("index")?, open("blocks")?);
+        let disk = Self { blocks, index, block_bytes: format.block_bytes, _lock: lock };
+        let found = disk.adopt(format, capacity).map_err(at(&index_path))?;
+        let end = found.last().map_or(0, |(slot, _)| disk.offset(*slot) + format.block_bytes as u64);
+        disk.blocks.set_len(end).map_err(at(&blocks_path))?;
+        Ok((disk, found))
+    }
+
+    /// What is there, in order of place.
+    fn adopt(&self, format: DiskFormat, capacity: usize) -> Result<Vec<Found>, Error> {
+        let header = Header::of(format).to_bytes();
+        let mut there = [0; ENTRY];
+        let same = self.index.metadata()?.len() >= ENTRY as u64
+            && self.index.read_exact_at(&mut there, 0).is_ok()
+            && there == header;
+        if !same {
+            self.index.set_len(0)?;
+            self.index.write_all_at(&header, 0)?;
+            return Ok(Vec::new());
+        }
+        let whole = self.blocks.metadata()?.len() / format.block_bytes as u64;
+        let entries = (self.index.metadata()?.len() / ENTRY as u64).saturating_sub(1);
+        let entries = entries.min(whole).min(capacity as u64);
+        let (mut found, start) = (Vec::new(), Instant::now());
+        let mut buffer = vec![0; ENTRY << 14];
+        let mut slot = 0;
+        while slot < entries && start.elapsed() < SCAN {
+            let count = (entries - slot).min(1 << 14);
+            let part = &mut buffer[..count as usize * ENTRY];
+            self.index.read_exact_at(part, entry_offset(slot))?;
+            for (slot, bytes) in (slot..).zip(part.chunks_exact(ENTRY)) {
+                found.extend(known_block(slot, bytes));
+            }
+            slot += count;
+        }
+        // What was not looked at, or has no room, is no block of this life.
+        self.index.set_len(entry_offset(slot))?;
+        Ok(found)
+    }
+
+    /// Writes a block and then its entry.
+    pub fn write(&self, slot: DiskSlot, block: CachedBlock, bytes: &[u8]) -> Result<(), Error> {
+        self.erase(slot)?;
+        self.blocks.write_all_at(bytes, self.offset(slot))?;
+        let entry = Entry { block, sum: checksum(block.hash, bytes) };
+        self.index.write_all_at(&entry.to_bytes(slot), entry_offset(slot.0.into()))
+    }
+
+    /// Reads the block `hash` into `bytes`, whose content means nothing after a failure.
+    pub fn read(&self, slot: DiskSlot, hash: SequenceHash, bytes: &mut [u8]) -> Result<(), ReadFault> {
+        let mut entry = [0; ENTRY];
+        self.index.read_exact_at(&mut entry, entry_offset(slot.0.into())).map_err(read_fault)?;
+        let entry = Entry::from_bytes(slot, &entry).filter(|entry| entry.block.hash == hash);
+        let entry = entry.ok_or(ReadFault::Damaged)?;
+        self.blocks.read_exact_at(bytes, self.offset(slot)).map_err(read_fault)?;
+        if checksum(hash, bytes) == entry.sum { Ok(()) } else { Err(ReadFault::Damaged) }
+    }
+
+    /// Forgets what is at a place.
+    pub fn erase(&self, slot: DiskSlot) -> Result<(), Error> {
+        self.index.write_all_at(&[0; ENTRY], entry_offset(slot.0.into()))
+    }
+
+    fn offset(&self, slot: DiskSlot) -> u64 {
+        u64::from(slot.0) * self.block_bytes as u64
+    }
+}
+
+/// A block that was on disk before.
+pub type Found = (DiskSlot, CachedBlock);
+
+/// The block of an entry, if its hashes agree with each other.
+fn known_block(slot: u64, bytes: &[u8]) -> Option<Found> {
+    let slot = DiskSlot(u32::try_from(slot).ok()?);
+    let block = Entry::from_bytes(slot, bytes.try_into().ok()?)?.block;
+    (chain(block.parent, block.local) == block.hash).then_some((slot, block))
+}
+
+/// Of a block's bytes, as the block that they are said to be.
+fn checksum(hash: SequenceHash, bytes: &[u8]) -> u64 {
+    xxh3_64_with_seed(bytes, hash.0)
+}
+
+fn entry_offset(slot: u64) -> u64 {
+    (slot + 1) * ENTRY as u64
+}
+
+/// A file that ends too early was cut.
+fn read_fault(error: Error) -> ReadFault {
+    if error.kind() == ErrorKind::UnexpectedEof { ReadFault::Damaged } else { ReadFault::Failed }
+}
+
+/// Whether there was no space, or something else.
+pub fn write_fault(error: &Error) -> WriteFault {
+    match error.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => WriteFault::Full,
+        _ => WriteFault::Failed,
+    }
+}

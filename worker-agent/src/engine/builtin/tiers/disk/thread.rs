@@ -1,0 +1,203 @@
+//! The thread that reads and writes the files, so that nobody waits for a disk who computes.
+//!
+//! Reads go before writes: somebody waits for them. The queues' bound is the catalog's, which gives each of its slots away once.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use kv_hashing::SequenceHash;
+use parking_lot::{Condvar, Mutex};
+
+use super::{Disk, write_fault};
+use crate::engine::builtin::tiers::slab::Slab;
+use crate::engine::builtin::tiers::{CachedBlock, DiskSlot, Done, Slot, WriteFault};
+
+/// Longest wait for the end of the operation under way when the engine stops.
+const STOP: Duration = Duration::from_secs(5);
+/// Failures of one kind are logged so often.
+const LOG_EVERY: Duration = Duration::from_secs(60);
+
+/// Something to do with the files.
+#[derive(Clone, Copy, Debug)]
+enum Job {
+    Read { from: DiskSlot, to: Slot, hash: SequenceHash },
+    Write { from: Slot, to: DiskSlot, block: CachedBlock },
+    Erase(DiskSlot),
+}
+
+#[derive(Default)]
+struct Queue {
+    reads: VecDeque<Job>,
+    /// In order: a place is erased before it is written again.
+    others: VecDeque<Job>,
+    closed: bool,
+    ended: bool,
+}
+
+#[derive(Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    /// A job has come, or the queue is closed.
+    wake: Condvar,
+    /// The thread has ended.
+    ended: Condvar,
+}
+
+/// The running thread. Dropping it gives up the jobs that have not begun.
+pub struct DiskThread {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl DiskThread {
+    /// Starts it; `done` is called on it at the end of each read and write.
+    pub fn start(disk: Disk, slab: Arc<Slab>, done: impl Fn(Done) + Send + 'static) -> std::io::Result<Self> {
+        let shared = Arc::new(Shared::default());
+        let worker = Worker { shared: shared.clone(), disk, slab, done, quiet: [None; 2] };
+        let thread = std::thread::Builder::new().name("kv-disk".into()).spawn(move || worker.run())?;
+        Ok(Self { shared, thread: Some(thread) })
+    }
+
+    /// Reads a block into a slot that nobody else touches before the end.
+    pub fn read(&self, from: DiskSlot, to: Slot, hash: SequenceHash) {
+        self.shared.queue.lock().reads.push_back(Job::Read { from, to, hash });
+        self.shared.wake.notify_one();
+    }
+
+    /// Writes a block from a slot that nobody changes before the end.
+    pub fn write(&self, from: Slot, to: DiskSlot, block: CachedBlock) {
+        self.push(Job::Write { from, to, block });
+    }
+
+    /// Forgets what is at a place.
+    pub fn erase(&self, slot: DiskSlot) {
+        self.push(Job::Erase(slot));
+    }
+
+    fn push(&self, job: Job) {
+        self.shared.queue.lock().others.push_back(job);
+        self.shared.wake.notify_one();
+    }
+}
+
+impl Drop for DiskThread {
+    fn drop(&mut self) {
+        let until = Instant::now() + STOP;
+        let mut queue = self.shared.queue.lock();
+        queue.closed = true;
+        self.shared.wake.notify_one();
+        while !queue.ended {
+            if self.shared.ended.wait_until(&mut queue, until).timed_out() {
+                tracing::warn!(limit_s = STOP.as_secs(), "the disk does not answer; its thread is left behind");
+                return;
+            }
+        }
+        drop(queue);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the disk's thread panicked");
+        }
+    }
+}
+
+struct Worker<F> {
+    shared: Arc<Shared>,
+    disk: Disk,
+    slab: Arc<Slab>,
+    done: F,
+    /// Until when failures are not logged: of writes, of reads.
+    quiet: [Option<Instant>; 2],
+}
+
+/// Tells that the thread has ended, however it does, after the files are closed.
+struct End(Arc<Shared>);
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.0.queue.lock().ended = true;
+        self.0.ended.notify_all();
+    }
+}
+
+impl<F: Fn(Done)> Worker<F> {
+    fn run(mut self) {
+        let _end = End(self.shared.clone());
+        while let Some(job) = self.next() {
+            self.work(job);
+        }
+        // The files are closed, and the directory is free, before anybody is told.
+        drop(self);
+    }
+
+    fn next(&self) -> Option<Job> {
+        let mut queue = self.shared.queue.lock();
+        loop {
+            if queue.closed {
+                return None;
+            }
+            if let Some(job) = queue.reads.pop_front() {
+                return Some(job);
+            }
+            if let Some(job) = queue.others.pop_front() {
+                return Some(job);
+            }
+            self.shared.wake.wait(&mut queue);
+        }
+    }
+
+    fn work(&mut self, job: Job) {
+        match job {
+            Job::Read { from, to, hash } => {
+                // SAFETY: the catalog gave this slot to this read alone, and uses it again only after `done`.
+                let outcome = self.disk.read(from, hash, unsafe { self.slab.slot_mut(to) });
+                if let Err(fault) = outcome
+                    && self.speaks(1)
+                {
+                    tracing::warn!(
+                        ?fault,
+                        place = from.0,
+                        "a KV block on disk cannot be used; its tokens are computed"
+                    );
+                }
+                (self.done)(Done::Read { hash, outcome });
+            }
+            Job::Write { from, to, block } => {
+                // SAFETY: the catalog leaves the slot as it is until `done`.
+                let written = self.disk.write(to, block, unsafe { self.slab.slot(from) });
+                let outcome = written.map_err(|error| self.write_failed(&error));
+                (self.done)(Done::Written { hash: block.hash, outcome });
+            }
+            Job::Erase(slot) => {
+                if let Err(error) = self.disk.erase(slot) {
+                    self.write_failed(&error);
+                }
+            }
+        }
+    }
+
+    fn write_failed(&mut self, error: &std::io::Error) -> WriteFault {
+        let fault = write_fault(error);
+        if self.speaks(0) {
+            match fault {
+                WriteFault::Full => {
+                    tracing::warn!(%error, "the disk tier is full; it goes on with the room that it has")
+                }
+                WriteFault::Failed => tracing::warn!(%error, "a KV block was not written to disk"),
+            }
+        }
+        fault
+    }
+
+    /// Whether a failure of this kind is logged.
+    fn speaks(&mut self, kind: usize) -> bool {
+        let now = Instant::now();
+        let speaks = self.quiet[kind].is_none_or(|until| until <= now);
+        if speaks {
+            self.quiet[kind] = Some(now + LOG_EVERY);
+        }
+        speaks
+    }
+}

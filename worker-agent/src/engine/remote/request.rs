@@ -1,0 +1,374 @@
+//! One request on its way through the server: said in its dialect, its answer told as an engine of ours would tell it.
+//!
+//! A request ends with its last output, when nobody waits for it any more, or when the server is lost. Each wait has a
+//! deadline, far beyond those of routers: they are the ones who decide how long a client waits.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use hyper::body::Incoming;
+use kv_hashing::HashSpace;
+use protocol::request_plane::{ErrorCode, FinishReason, Generate, TokenLogprobs};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::Shared;
+use super::dialect::{Call, End, Piece, Refusal};
+use super::http::{self, HttpError, Stage};
+use super::sse::Events;
+use crate::engine::{EngineInfo, EngineOutput, Finish, Prefilled, SubmitError};
+
+/// Time for bringing KV here from another server; then it is computed.
+const FETCH: Duration = Duration::from_secs(60);
+
+/// A request that the server can be asked.
+#[derive(Debug)]
+pub(super) struct Checked {
+    /// With `stop.max_tokens` lowered to what is left to generate.
+    request: Generate,
+    /// Tokens of the prompt.
+    prompt_tokens: usize,
+}
+
+impl Checked {
+    /// Checks what would make the server's answer a riddle; the rest it checks itself.
+    pub(super) fn new(mut request: Generate, info: &EngineInfo) -> Result<Self, SubmitError> {
+        let invalid = |message: String| Err(SubmitError::Invalid(message));
+        let (count, context) = (request.token_ids.len(), info.context_length);
+        let generated = request.generated as usize;
+        if count == 0 || generated >= count {
+            return invalid(format!("token_ids holds {count} tokens, of which {generated} are generated: no prompt"));
+        }
+        if count >= context {
+            return invalid(format!("a prompt of {count} tokens leaves no room in the context of {context}"));
+        }
+        let stop = request.stop.get_or_insert_default();
+        if stop.max_tokens <= request.generated {
+            let max_tokens = stop.max_tokens;
+            return invalid(format!("stop.max_tokens of {max_tokens} does not exceed the {generated} generated"));
+        }
+        stop.max_tokens = (stop.max_tokens - request.generated).min((context - count) as u32);
+        stop.min_tokens = stop.min_tokens.saturating_sub(request.generated).min(stop.max_tokens);
+        stop.strings.retain(|string| !string.is_empty());
+        // Whoever generated the first token delivered them.
+        request.prompt_logprobs &= generated == 0;
+        // An answer of one token ends with it: nobody goes on.
+        request.prefill_only &= stop.max_tokens > 1;
+        Ok(Self { request, prompt_tokens: count - generated })
+    }
+}
+
+/// Runs a request to its end.
+pub(super) async fn run(
+    shared: Arc<Shared>,
+    checked: Checked,
+    outputs: UnboundedSender<EngineOutput>,
+    _place: OwnedSemaphorePermit,
+) {
+    let ended = {
+        let mut answer = Answer::new(&shared, &checked, &outputs);
+        tokio::select! {
+            biased;
+            // Dropping the answer closes its connection, and the server gives the request up.
+            () = outputs.closed() => return,
+            () = shared.lost.cancelled() => Err(Trouble::Lost),
+            ended = answer.run(&checked.request) => ended,
+        }
+    };
+    let last = match ended {
+        Ok(output) => output,
+        Err(trouble) => trouble.told(&shared).await,
+    };
+    let _ = outputs.send(last);
+}
+
+/// Why a request did not end as it should.
+#[derive(Debug)]
+enum Trouble {
+    /// With the server.
+    Lost,
+    /// The connection, or a deadline.
+    Http(HttpError),
+    /// The server said so.
+    Refused(Refusal),
+    /// The server gave the request up, for this reason.
+    GivenUp(String),
+    /// The answer ends without an end.
+    CutOff,
+    /// The answer cannot be read.
+    Unreadable(&'static str),
+}
+
+impl From<HttpError> for Trouble {
+    fn from(error: HttpError) -> Self {
+        Self::Http(error)
+    }
+}
+
+impl Trouble {
+    /// The last output. What may be the end of the whole server is told only when that is known.
+    async fn told(self, shared: &Shared) -> EngineOutput {
+        let suspicious = match &self {
+            Self::Lost => true,
+            Self::Http(error) => !matches!(error, HttpError::TooLarge(_)),
+            Self::GivenUp(_) | Self::CutOff | Self::Refused(Refusal::Failed(_)) => true,
+            Self::Refused(_) | Self::Unreadable(_) => false,
+        };
+        if suspicious && (matches!(self, Self::Lost) || shared.is_lost().await) {
+            let why = shared.why_lost.get().map_or("no reason is known", String::as_str);
+            return EngineOutput::Refused { code: ErrorCode::Draining, message: format!("the engine is lost: {why}") };
+        }
+        let (code, message) = match self {
+            Self::Lost => (ErrorCode::Draining, "the engine is lost".to_owned()),
+            Self::Refused(Refusal::Invalid(message)) => (ErrorCode::InvalidRequest, message),
+            Self::Refused(Refusal::Overloaded(message)) => (ErrorCode::Overloaded, message),
+            Self::Refused(Refusal::Failed(message)) => (ErrorCode::Engine, format!("the engine failed: {message}")),
+            Self::GivenUp(reason) => (ErrorCode::Engine, format!("the engine gave the request up: {reason}")),
+            Self::Http(error) => (ErrorCode::Engine, format!("the engine's server: {error}")),
+            Self::CutOff => (ErrorCode::Engine, "the engine's answer was cut off".to_owned()),
+            Self::Unreadable(what) => (ErrorCode::Engine, format!("the engine's answer is unreadable: {what}")),
+        };
+        match code {
+            ErrorCode::Engine => EngineOutput::Failed(message),
+            code => EngineOutput::Refused { code, message },
+        }
+    }
+}
+
+/// What has been told of an answer.
+struct Answer<'a> {
+    shared: &'a Shared,
+    outputs: &'a UnboundedSender<EngineOutput>,
+    /// Removes what the load counts of it when it ends.
+    counted: super::load::Counted<'a>,
+    prompt_tokens: usize,
+    /// Tokens of the prompt, and those generated elsewhere.
+    given: usize,
+    /// Tokens that came from here, one that only signals the end included.
+    generated: usize,
+    /// Alternatives wanted with each token; `None`: no log-probabilities.
+    alternatives: Option<usize>,
+    /// Something was told: the request cannot begin anew.
+    begun: bool,
+    /// Leading blocks that the server has, as far as its events tell.
+    reused_blocks: usize,
+    /// Prompt tokens whose KV the server says it reused.
+    reused_tokens: Option<usize>,
+    prompt_logprobs: Vec<TokenLogprobs>,
+    end: Option<End>,
+    disaggregated_params: Option<String>,
+}
+
+impl<'a> Answer<'a> {
+    fn new(shared: &'a Shared, checked: &Checked, outputs: &'a UnboundedSender<EngineOutput>) -> Self {
+        let request = &checked.request;
+        let space = HashSpace::new(Some(&request.lora), Some(&request.cache_namespace));
+        // The last token is always computed, to have something to go on from; log-probabilities need all of them.
+        let reusable = if request.prompt_logprobs { 0 } else { request.token_ids.len() - 1 };
+        let reused_blocks = shared.held.lock().prefix(space, &request.token_ids[..reusable]);
+        let size = shared.info.block_size.get();
+        Self {
+            shared,
+            outputs,
+            counted: shared.load.begin(request.token_ids.len() - reused_blocks * size),
+            prompt_tokens: checked.prompt_tokens,
+            given: request.token_ids.len(),
+            generated: 0,
+            alternatives: request.logprobs.map(|n| n as usize),
+            begun: false,
+            reused_blocks,
+            reused_tokens: None,
+            prompt_logprobs: Vec::new(),
+            end: None,
+            disaggregated_params: None,
+        }
+    }
+
+    /// Asks the server, and tells what it answers; returns the last output.
+    async fn run(&mut self, request: &Generate) -> Result<EngineOutput, Trouble> {
+        let number = self.shared.numbers.fetch_add(1, Ordering::Relaxed);
+        let calls = self.shared.dialect.calls(request, number);
+        if let Some(why) = calls.unusable {
+            self.fall_back(&why);
+        }
+        if let Some(fetch) = &calls.fetch
+            && let Err(error) = self.fetch(fetch).await
+        {
+            self.fall_back(&error);
+        }
+        match (self.ask(&calls.main).await, &calls.local) {
+            (Err(trouble), Some(local)) if !self.begun && !self.shared.lost.is_cancelled() => {
+                self.fall_back(&trouble);
+                self.ask(local).await?;
+            }
+            (asked, _) => asked?,
+        }
+        self.last(request)
+    }
+
+    fn fall_back(&self, why: &dyn std::fmt::Debug) {
+        self.shared.metrics.kv_fallbacks.inc();
+        tracing::warn!(?why, "KV could not be had from another engine; the prompt is computed here");
+    }
+
+    /// A call whose answer is of no interest.
+    async fn fetch(&self, call: &Call) -> Result<(), Trouble> {
+        let answer = self.shared.server.call(call, Stage::Answer, FETCH).await?;
+        let status = answer.status();
+        let body = http::read_whole(answer.into_body(), Stage::Answer, FETCH).await?;
+        if status.is_success() {
+            return Ok(());
+        }
+        Err(Trouble::Refused(self.shared.dialect.refusal(status.as_u16(), &body)))
+    }
+
+    /// Makes a call and tells its answer, up to the end.
+    async fn ask(&mut self, call: &Call) -> Result<(), Trouble> {
+        let stage = if call.streamed { Stage::Answer } else { Stage::FirstToken };
+        let answer = self.shared.server.call(call, stage, self.shared.first_token_max).await?;
+        let status = answer.status();
+        if !status.is_success() {
+            let body = http::read_whole(answer.into_body(), stage, self.shared.token_max).await?;
+            return Err(Trouble::Refused(self.shared.dialect.refusal(status.as_u16(), &body)));
+        }
+        if call.streamed {
+            return self.events(answer.into_body()).await;
+        }
+        let body = http::read_whole(answer.into_body(), stage, self.shared.token_max).await?;
+        self.take(&body)?;
+        if self.end.is_some() { Ok(()) } else { Err(Trouble::CutOff) }
+    }
+
+    async fn events(&mut self, mut body: Incoming) -> Result<(), Trouble> {
+        let mut events = Events::default();
+        loop {
+            let (stage, limit) = match self.begun {
+                true => (Stage::Generating, self.shared.token_max),
+                false => (Stage::FirstToken, self.shared.first_token_max),
+            };
+            let Some(bytes) = http::next_bytes(&mut body, stage, limit).await? else {
+                // Some servers close instead of saying that they are done.
+                return if self.end.is_some() { Ok(()) } else { Err(Trouble::CutOff) };
+            };
+            events.push(&bytes)?;
+            while let Some(event) = events.next() {
+                if event == b"[DONE]" {
+                    // Read to its end, the connection can be used again.
+                    let _ = http::next_bytes(&mut body, Stage::Generating, super::VERDICT).await;
+                    return if self.end.is_some() { Ok(()) } else { Err(Trouble::CutOff) };
+                }
+                self.take(&event)?;
+            }
+        }
+    }
+
+    /// Takes a piece of the answer.
+    fn take(&mut self, text: &[u8]) -> Result<(), Trouble> {
+        let mut piece = self.shared.dialect.read(text).map_err(Trouble::Refused)?;
+        if !piece.logprobs.is_empty() && piece.logprobs.len() != piece.tokens.len() {
+            return Err(Trouble::Unreadable("not as many log-probabilities as tokens"));
+        }
+        if self.end.is_some() && !piece.tokens.is_empty() {
+            return Err(Trouble::Unreadable("tokens after the end"));
+        }
+        if let Some(End::GivenUp(reason)) = piece.end {
+            return Err(Trouble::GivenUp(reason));
+        }
+        self.reused_tokens = piece.reused_tokens.or(self.reused_tokens);
+        self.disaggregated_params = piece.disaggregated_params.take().or(self.disaggregated_params.take());
+        match self.alternatives {
+            Some(most) => piece.logprobs.iter_mut().for_each(|token| token.top.truncate(most)),
+            None => piece.logprobs.clear(),
+        }
+        let most = self.alternatives.unwrap_or(0);
+        piece.prompt_logprobs.iter_mut().for_each(|token| token.top.truncate(most));
+        self.prompt_logprobs.append(&mut piece.prompt_logprobs);
+        self.end = piece.end.take().or(self.end.take());
+        self.tell(piece);
+        Ok(())
+    }
+
+    fn tell(&mut self, piece: Piece) {
+        let count = piece.tokens.len();
+        let mut logprobs = piece.logprobs.into_iter();
+        for (at, token) in piece.tokens.into_iter().enumerate() {
+            self.generated += 1;
+            let logprobs = logprobs.next();
+            let first = self.generated == 1;
+            // One that only signals the end is no part of the answer; it may have to carry the prompt's log-probabilities.
+            if at + 1 == count && self.is_signal(token) && !(first && !self.prompt_logprobs.is_empty()) {
+                continue;
+            }
+            let output = if first { self.first(token, logprobs) } else { EngineOutput::Token { token, logprobs } };
+            self.begun = true;
+            let _ = self.outputs.send(output);
+        }
+    }
+
+    fn first(&mut self, token: u32, logprobs: Option<TokenLogprobs>) -> EngineOutput {
+        self.counted.prefilled();
+        let size = self.shared.info.block_size.get();
+        EngineOutput::First {
+            token,
+            logprobs,
+            reused_blocks: self.reused_tokens.map_or(self.reused_blocks, |tokens| tokens / size),
+            prompt_blocks: self.given / size,
+            prompt_logprobs: std::mem::take(&mut self.prompt_logprobs),
+        }
+    }
+
+    /// Whether the newest token is only the signal to end.
+    fn is_signal(&self, token: u32) -> bool {
+        match self.end {
+            Some(End::Token(end)) => token == end,
+            Some(End::LastToken) => {
+                let eos = &self.shared.eos_token_ids;
+                eos.is_empty() || eos.contains(&token)
+            }
+            _ => false,
+        }
+    }
+
+    /// The last output of an answer that ended as it should.
+    fn last(&mut self, request: &Generate) -> Result<EngineOutput, Trouble> {
+        let end = self.end.take().ok_or(Trouble::CutOff)?;
+        if self.generated == 0 && end == End::Length {
+            return Err(Trouble::Unreadable("an end without tokens"));
+        }
+        let completion_tokens = self.given - self.prompt_tokens + self.generated;
+        let estimate = self.reused_blocks * self.shared.info.block_size.get();
+        let reused_tokens = self.reused_tokens.unwrap_or(estimate).min(self.prompt_tokens);
+        if request.prefill_only && end == End::Length {
+            let disaggregated_params = self.disaggregated_params.take();
+            let prompt_tokens = self.prompt_tokens;
+            return Ok(EngineOutput::Prefilled(Prefilled {
+                prompt_tokens,
+                completion_tokens,
+                reused_tokens,
+                disaggregated_params,
+            }));
+        }
+        let asked_for = |token: &u32| {
+            let eos = self.shared.eos_token_ids.contains(token);
+            request.stop.as_ref().is_some_and(|stop| stop.token_ids.contains(token) && (stop.ignore_eos || !eos))
+        };
+        let (reason, stop_string, stop_token) = match end {
+            End::Length => (FinishReason::Length, None, None),
+            End::String(string) => (FinishReason::StopString, Some(string), None),
+            End::Token(token) if asked_for(&token) => (FinishReason::StopToken, None, Some(token)),
+            // One that the model's own configuration names.
+            End::Token(_) | End::LastToken => (FinishReason::Eos, None, None),
+            End::GivenUp(reason) => return Err(Trouble::GivenUp(reason)),
+        };
+        let prompt_tokens = self.prompt_tokens;
+        Ok(EngineOutput::Finished(Finish {
+            reason,
+            prompt_tokens,
+            completion_tokens,
+            reused_tokens,
+            stop_string,
+            stop_token,
+        }))
+    }
+}

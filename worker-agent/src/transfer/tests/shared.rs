@@ -1,0 +1,137 @@
+//! Shared memory: which way is taken, and a worker that dies or whose memory changes while it is read.
+
+use std::os::fd::OwnedFd;
+
+use tokio::net::UnixStream;
+use tokio::task::JoinHandle;
+
+use super::*;
+use crate::transfer::wire::{BlockPlace, Pull, Welcome};
+
+fn auto() -> Setup {
+    Setup { transports: Transports::Auto, ..Setup::default() }
+}
+
+/// Another way to shared memory in place of the first.
+fn over(source: &Source, address: &str) -> Source {
+    let mut source = source.clone();
+    let offer = source.offers.iter_mut().find(|offer| offer.backend == shm::BACKEND).expect("offered");
+    offer.address = address.to_owned();
+    source
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_a_way_through_memory_blocks_come_over_tcp() {
+    let (prefill, decoder) = (Node::start(auto()).await, Node::start(auto()).await);
+    let prompt = tokens(100, 80);
+    let (first, source) = prefill.prefill(&prompt).await;
+    // As a worker in another network namespace, or on another host, finds it.
+    let elsewhere = over(&source.expect("a lease"), "armature-kv-nobody");
+    let (rest, reused) = decoder.answer(decode(&prompt, first, ANSWER, &elsewhere)).await;
+    assert_eq!(([&[first], &rest[..]].concat(), reused), (alone(&prompt).await, 96));
+    assert_eq!(decoder.metrics.failures(Failure::connect), 0, "another way is no failure");
+    assert_eq!(decoder.metrics.received_bytes(tcp::BACKEND).get(), 6 * BLOCK as u64);
+    assert_eq!(decoder.metrics.received_bytes(shm::BACKEND).get(), 0);
+    until("the lease is ended", || prefill.leased() == (0, 0)).await;
+
+    let strict = Node::start(Setup { transports: Transports::Shm, ..Setup::default() }).await;
+    falls_back(&strict, &prompt, first, &elsewhere, Failure::connect).await;
+    let tcp_only = Node::start(Setup::default()).await;
+    let (_, source) = prefill.prefill(&prompt).await;
+    tcp_only.answer(decode(&prompt, first, ANSWER, &source.expect("a lease"))).await;
+    assert_eq!(tcp_only.metrics.received_bytes(tcp::BACKEND).get(), 6 * BLOCK as u64);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn refusals_within_the_host_fall_back_too() {
+    let shm = || Setup { transports: Transports::Shm, ..Setup::default() };
+    let prefill = Node::start(shm()).await;
+    let prompt = tokens(64, 81);
+    let (first, source) = prefill.prefill(&prompt).await;
+    let source = source.expect("a lease");
+    let other_life = Source { boot_epoch: "earlier".into(), ..source.clone() };
+    let no_lease = Source { lease: source.lease ^ 1, ..source.clone() };
+    for (source, reason) in [(other_life, Failure::refused), (no_lease, Failure::lease_gone)] {
+        let decoder = Node::start(shm()).await;
+        falls_back(&decoder, &prompt, first, &source, reason).await;
+        decoder.idle().await;
+    }
+}
+
+/// What goes wrong with a worker whose memory is being read.
+#[derive(Clone, Copy, Debug)]
+enum Harm {
+    /// It is killed.
+    Dies,
+    /// It writes to a block that it has given.
+    Overwrites,
+    /// It gives a place that is not in its memory.
+    Strays,
+    /// It gives something else than memory.
+    OtherFile,
+}
+
+/// Takes the place of `prefill` for one fetch: shares its memory, and does harm from the second block on.
+fn impostor(prefill: &Node, source: &Source, harm: Harm) -> (String, JoinHandle<()>) {
+    let exchange = prefill.engine.exchange().expect("a model has blocks");
+    let lease = exchange.lease(source.lease).expect("held");
+    let listener = shm::Listener::bind().expect("a name");
+    let address = listener.address.clone();
+    let memory: OwnedFd = match harm {
+        Harm::OtherFile => std::fs::File::open("/dev/null").expect("there").into(),
+        _ => exchange.memory().expect("shared").try_clone_to_owned().expect("a descriptor"),
+    };
+    let serving = tokio::spawn(async move {
+        let (mut socket, _) = within("a client", listener.socket.accept()).await.expect("accepted");
+        let hello = within("a greeting", read::<ToServer>(&mut socket)).await.expect("a message");
+        assert!(matches!(hello.ask, Some(Ask::Hello(_))));
+        say(&mut socket, Answer::Welcome(Welcome { version: VERSION })).await;
+        shm::send(&socket, std::os::fd::AsFd::as_fd(&memory)).await.expect("sent");
+        let pull = within("a question", read::<ToServer>(&mut socket)).await.expect("a message");
+        let Some(Ask::Pull(Pull { blocks, .. })) = pull.ask else { panic!("{pull:?}") };
+        for (index, hash) in blocks.into_iter().enumerate() {
+            let bytes = lease.bytes(index);
+            let (mut offset, mut checksum) = (lease.offset(index), xxhash_rust::xxh3::xxh3_64(bytes));
+            match harm {
+                Harm::Dies if index == 1 => return,
+                Harm::Overwrites if index == 1 => checksum ^= 1,
+                Harm::Strays if index == 1 => offset = 1 << 40,
+                _ => {}
+            }
+            say(&mut socket, Answer::Place(BlockPlace { hash, bytes: bytes.len() as u32, checksum, offset })).await;
+        }
+        // The client ends it.
+        let _ = read::<ToServer>(&mut socket).await;
+    });
+    (address, serving)
+}
+
+/// A client that has seen enough may be gone.
+async fn say(socket: &mut UnixStream, answer: Answer) {
+    let mut frame = BytesMut::new();
+    encode_frame(&ToClient { answer: Some(answer) }, &mut frame);
+    let _ = socket.write_all(&frame).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn memory_that_cannot_be_trusted_is_only_latency() {
+    for (number, (harm, reason, whole)) in [
+        (Harm::Dies, Failure::lost, 1),
+        (Harm::Overwrites, Failure::checksum, 1),
+        (Harm::Strays, Failure::lost, 1),
+        (Harm::OtherFile, Failure::lost, 0),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let (prefill, decoder) = (Node::start(auto()).await, Node::start(auto()).await);
+        let prompt = tokens(100, 90 + number as u64);
+        let (first, source) = prefill.prefill(&prompt).await;
+        let source = source.expect("a lease");
+        let (address, serving) = impostor(&prefill, &source, harm);
+        falls_back(&decoder, &prompt, first, &over(&source, &address), reason).await;
+        decoder.idle().await;
+        assert_eq!(decoder.metrics.received_blocks.get(), whole, "{harm:?}");
+        within("its end", serving).await.expect("no panic");
+    }
+}

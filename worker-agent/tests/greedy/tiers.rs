@@ -1,0 +1,128 @@
+//! Greedy answers of the real model when the arena is far too small for all prompts, and their KV comes back from host
+//! memory, from disk, and from disk after a restart: token by token those of an engine that computes everything.
+
+use std::path::Path;
+use std::time::Duration;
+
+use protocol::request_plane::{Generate, Stop};
+use worker_agent::engine::builtin::open::{OpenOptions, open};
+use worker_agent::engine::builtin::service::BuiltIn;
+use worker_agent::engine::builtin::tiers::metrics::TierName;
+use worker_agent::engine::builtin::tiers::{DiskOptions, TierOptions};
+use worker_agent::engine::{Engine, EngineOutput};
+
+use super::{model, references};
+
+const PROMPTS: usize = 50;
+const ANSWER: u32 = 16;
+/// Four long prompts at a time, of fifty.
+const ARENA: usize = 80;
+
+/// Fifty prompts: the reference's, cut and joined.
+fn prompts() -> Vec<Vec<u32>> {
+    let texts: Vec<Vec<u32>> = references().into_iter().map(|reference| reference.prompt).collect();
+    (0..PROMPTS)
+        .map(|number| {
+            let (first, second) = (&texts[number % texts.len()], &texts[(number * 7 + 3) % texts.len()]);
+            let mut prompt = [&first[number / texts.len() * 3..], &second[..]].concat();
+            prompt.truncate(240);
+            prompt
+        })
+        .collect()
+}
+
+fn start(tiers: TierOptions) -> BuiltIn {
+    let threads = std::num::NonZeroUsize::new(2);
+    let options = OpenOptions { threads, total_blocks: ARENA, max_num_seqs: 8, tiers, ..OpenOptions::default() };
+    open(&model(), options).expect("opens").0
+}
+
+fn disk(dir: &Path) -> TierOptions {
+    let disk = DiskOptions { dir: dir.to_path_buf(), bytes: 1 << 30, revision: String::new() };
+    TierOptions { disk: Some(disk), ..TierOptions::default() }
+}
+
+/// All answers, and the prompt tokens that were reused; four requests are in the engine at a time.
+async fn answers(engine: &BuiltIn, prompts: &[Vec<u32>]) -> (Vec<Vec<u32>>, usize) {
+    let (mut all, mut reused) = (Vec::new(), 0);
+    for some in prompts.chunks(4) {
+        let stop = Stop { max_tokens: ANSWER, ignore_eos: true, ..Default::default() };
+        let request =
+            |prompt: &Vec<u32>| Generate { token_ids: prompt.clone(), stop: Some(stop.clone()), ..Default::default() };
+        let running: Vec<_> = some.iter().map(|prompt| engine.submit(request(prompt)).expect("room")).collect();
+        for mut outputs in running {
+            let mut tokens = Vec::new();
+            loop {
+                let next = tokio::time::timeout(Duration::from_secs(120), outputs.recv()).await;
+                match next.expect("a token in time").expect("outputs end with Finished") {
+                    EngineOutput::First { token, .. } | EngineOutput::Token { token, .. } => tokens.push(token),
+                    EngineOutput::Finished(finish) => {
+                        reused += finish.reused_tokens;
+                        break;
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+            all.push(tokens);
+        }
+    }
+    (all, reused)
+}
+
+fn onboarded(engine: &BuiltIn, tier: TierName) -> u64 {
+    engine.tiers().expect("there are tiers").onboarded_blocks(tier)
+}
+
+/// Waits until the disk has had time to write what it was given: until its blocks do not change any more.
+async fn settled(dir: &Path) {
+    let size = || std::fs::metadata(dir.join("index")).map_or(0, |file| file.len());
+    let mut looks = tokio::time::interval(Duration::from_millis(300));
+    looks.tick().await;
+    let mut before = size();
+    loop {
+        looks.tick().await;
+        let now = size();
+        if now == before {
+            return;
+        }
+        before = now;
+    }
+}
+
+#[tokio::test]
+async fn fifty_prompts_answer_the_same_from_every_tier() {
+    let prompts = prompts();
+    let computing = start(TierOptions::default());
+    let (expected, reused_without) = answers(&computing, &prompts).await;
+    let (again, _) = answers(&computing, &prompts).await;
+    assert_eq!(again, expected);
+    drop(computing);
+
+    let engine = start(TierOptions { host_bytes: 1 << 30, ..TierOptions::default() });
+    assert_eq!(answers(&engine, &prompts).await.0, expected, "while blocks go to host memory");
+    let (again, reused) = answers(&engine, &prompts).await;
+    assert_eq!(again, expected, "from host memory");
+    let host = onboarded(&engine, TierName::host);
+    assert!(host > 300 && reused > reused_without + 16 * 300, "{host} blocks, {reused} tokens");
+    drop(engine);
+
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let engine = start(disk(dir.path()));
+    assert_eq!(answers(&engine, &prompts).await.0, expected, "while blocks go to disk");
+    settled(dir.path()).await;
+    assert_eq!(answers(&engine, &prompts).await.0, expected, "from disk");
+    let from_disk = onboarded(&engine, TierName::disk);
+    assert!(from_disk > 300, "{from_disk} blocks");
+    settled(dir.path()).await;
+    drop(engine);
+
+    let engine = start(disk(dir.path()));
+    let (again, reused) = answers(&engine, &prompts).await;
+    assert_eq!(again, expected, "from disk, after a restart");
+    let restarted = onboarded(&engine, TierName::disk);
+    assert!(restarted > 300, "{restarted} blocks");
+    println!(
+        "{PROMPTS} prompts answer the same: {host} blocks from host memory, {from_disk} from disk, {restarted} from disk \
+         after a restart ({reused} tokens reused)"
+    );
+}
