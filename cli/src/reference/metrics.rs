@@ -13,6 +13,8 @@ use router::http::metrics::{FrontendMetrics, RequestGuard};
 use router::metrics::{CoreMetrics, DecisionLabels, ReasonLabels};
 use router::openai::Endpoint;
 use router::replicas::metrics::ReplicaMetrics;
+use worker_agent::engine::builtin::tiers::catalog::{Sizes, TierUsage};
+use worker_agent::engine::builtin::tiers::metrics::{DiskFault, TierMetrics};
 use worker_agent::engine::{EngineInfo, EngineLoad};
 use worker_agent::metrics::Ending;
 use worker_agent::transfer::metrics::Failure;
@@ -59,7 +61,12 @@ fn worker() -> String {
     let block_size = kv_hashing::BlockSize::new(16).expect("not zero");
     let engine =
         EngineInfo { block_size, total_blocks: 1, max_num_seqs: 1, max_num_batched_tokens: 1, context_length: 16 };
-    let metrics = worker_agent::metrics::Metrics::new(&engine);
+    // Only in the exposition of workers with tiers below the arena.
+    let tiers = TierMetrics::default();
+    tiers.set_limits(Sizes::default(), 0);
+    tiers.update(&TierUsage::default(), &TierUsage::default(), 0);
+    tiers.faults(DiskFault::full);
+    let metrics = worker_agent::metrics::Metrics::new(&engine).with_tiers(Some(tiers));
     metrics.request_ended(Ending::eos);
     metrics.transfer.failures(Failure::lost);
     metrics.encode(EngineLoad::default())

@@ -18,6 +18,8 @@ use super::{Part, name, revision, rolling};
 use crate::config::Settings;
 use crate::validate::{self, Invalid, ValidDeployment};
 
+mod kv_cache;
+
 /// Port for requests.
 pub const REQUEST_PORT: i32 = 9000;
 /// Port on which KV events are published.
@@ -121,6 +123,12 @@ pub fn pool_deployment(
 fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source: &Source) -> PodSpec {
     let worker = &spec.worker;
     let (model_path, volume, mount) = model_volume(source);
+    let (mut volumes, mut mounts) = (vec![volume], vec![mount]);
+    let kv_cache = worker.kv_cache.clone().unwrap_or_default();
+    if let Some((volume, mount)) = kv_cache::volume(&kv_cache) {
+        volumes.push(volume);
+        mounts.push(mount);
+    }
     let image = spec.image.as_deref().unwrap_or(&settings.image);
     let pull_policy = spec.image_pull_policy.map_or(settings.image_pull_policy.as_str(), |policy| policy.as_str());
     let cache = EnvVar { name: "XDG_CACHE_HOME".into(), value: Some(CACHE_DIRECTORY.into()), ..Default::default() };
@@ -129,11 +137,12 @@ fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source:
     let ports = [("request", REQUEST_PORT), ("events", EVENT_PORT), ("transfer", TRANSFER_PORT), ("admin", ADMIN_PORT)];
     let mut container =
         pod::container("worker", image, pull_policy, args(spec, image, &model_path, grace_s), &env, &ports);
-    container.resources = worker.resources.as_ref().and_then(|resources| resources.requirements());
-    container.volume_mounts = Some(vec![mount]);
+    let resources = kv_cache::resources(worker.resources.clone().unwrap_or_default(), &kv_cache);
+    container.resources = resources.requirements();
+    container.volume_mounts = Some(mounts);
     pod::probes(&mut container, "admin");
     PodSpec {
-        volumes: Some(vec![volume]),
+        volumes: Some(volumes),
         node_selector: non_empty(&worker.node_selector),
         tolerations: (!worker.tolerations.is_empty()).then(|| worker.tolerations.clone()),
         ..pod::pod(part, settings, name::workers(&spec.deployment), container, grace_s)
@@ -166,6 +175,7 @@ fn args(spec: &WorkerPoolSpec, image: &str, model_path: &str, grace_s: i64) -> V
         ("max-num-batched-tokens", engine.max_num_batched_tokens),
     ];
     args.extend(numbers.into_iter().filter_map(|(flag, value)| value.map(|value| format!("--{flag}={value}"))));
+    args.extend(spec.worker.kv_cache.iter().flat_map(kv_cache::args));
     args.extend(spec.worker.extra_args.iter().cloned());
     args
 }
