@@ -1,6 +1,6 @@
 //! The host as a device: what the CUDA device must do, in the plainest way.
 
-use super::{Arena, Description, Device, DeviceError, Paging, Staging, StagingKind};
+use super::{Arena, Description, Device, DeviceError, Paging, Staging, StagingKind, check_once};
 
 /// Host memory.
 pub struct Cpu(Description);
@@ -51,6 +51,7 @@ impl Arena for HostArena {
 
     fn scatter(&mut self, blocks: &[u32], from: &Staging) -> Result<(), DeviceError> {
         self.paging.check_copy(blocks, from.len())?;
+        check_once(blocks, &self.paging)?;
         let piece = self.paging.piece_bytes;
         for (&block, whole) in blocks.iter().zip(from.chunks_exact(self.paging.block_bytes())) {
             for (plane, from) in whole.chunks_exact(piece).enumerate() {

@@ -9,7 +9,7 @@ use cudarc::driver::result::DriverError;
 use cudarc::driver::{CudaContext, CudaFunction, CudaSlice, CudaStream, LaunchConfig, PushKernelArg, result, sys};
 use cudarc::nvrtc::Ptx;
 
-use super::{Arena, Description, Device, DeviceError, PIECE_ALIGN, Paging, Staging, StagingKind};
+use super::{Arena, Description, Device, DeviceError, PIECE_ALIGN, Paging, Staging, StagingKind, check_once};
 
 /// Device memory that whole blocks pass through, and so the most bytes that one launch and one copy move.
 pub const CHUNK_BYTES: usize = 64 << 20;
@@ -174,6 +174,7 @@ impl Arena for CudaArena {
 
     fn scatter(&mut self, blocks: &[u32], from: &Staging) -> Result<(), DeviceError> {
         self.paging.check_copy(blocks, from.len())?;
+        check_once(blocks, &self.paging)?;
         let block_bytes = self.paging.block_bytes();
         for (ids, host) in blocks.chunks(self.at_once).zip(from.chunks(self.at_once * block_bytes)) {
             let bytes = ids.len() * block_bytes;

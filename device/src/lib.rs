@@ -69,6 +69,15 @@ impl Paging {
     }
 }
 
+/// Checks that no block is named twice: who writes to it last would be chance.
+fn check_once(blocks: &[u32], paging: &Paging) -> Result<(), DeviceError> {
+    let mut named = vec![false; paging.blocks];
+    match blocks.iter().find(|block| std::mem::replace(&mut named[**block as usize], true)) {
+        Some(&block) => Err(DeviceError::Twice(block)),
+        None => Ok(()),
+    }
+}
+
 /// Why something on a device did not work.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceError {
@@ -83,6 +92,9 @@ pub enum DeviceError {
         /// How many there are.
         blocks: usize,
     },
+    /// One block would have two contents.
+    #[error("block {0} is named twice")]
+    Twice(u32),
     /// The host's buffer is too small.
     #[error("{needed} bytes of blocks, room for {room}")]
     Staging {
@@ -139,7 +151,7 @@ pub trait Arena: Send {
     fn gather(&mut self, blocks: &[u32], into: &mut Staging) -> Result<(), DeviceError>;
 
     /// The reverse of [`Self::gather`]: `blocks` get their content from the beginning of `from`, which is as `gather` leaves it.
-    /// A block may be named once only.
+    /// A block that is named twice is refused.
     fn scatter(&mut self, blocks: &[u32], from: &Staging) -> Result<(), DeviceError>;
 }
 

@@ -73,6 +73,8 @@ fn what_cannot_be_copied_is_refused_and_changes_nothing() {
         assert_eq!(arena.scatter(&[4], &small), Err(missing.clone()));
         assert_eq!(arena.gather(&[0, 4], &mut small), Err(missing));
         assert_eq!(arena.scatter(&[0, 1], &small), Err(DeviceError::Staging { needed: 64, room: 63 }));
+        let two = device.staging(2 * paging.block_bytes()).expect("room");
+        assert_eq!(arena.scatter(&[3, 3], &two), Err(DeviceError::Twice(3)));
         let mut all = device.staging(paging.bytes()).expect("room");
         arena.gather(&[0, 1, 2, 3], &mut all).expect("copied");
         assert!(all.iter().all(|byte| *byte == 0));

@@ -6,6 +6,7 @@ use crds::source::Source;
 use crds::worker_pool::{Role, WorkerTemplate};
 use kube::{Resource, ResourceExt};
 
+use crate::build::vllm;
 use crate::config::Settings;
 
 /// Why an object cannot be carried out. Its author has to change it.
@@ -29,6 +30,11 @@ pub enum Invalid {
         "spec.model.source names one file; vLLM reads the directory of a model, with config.json and tokenizer.json in it"
     )]
     OneFile,
+    /// It would part vLLM from its worker.
+    #[error(
+        "{0} of vLLM cannot be set: the operator sets up what is between vLLM and its worker, and each worker is one rank"
+    )]
+    VllmArgument(String),
     /// An object without a namespace or UID did not come from an API server.
     #[error("the object has no {0}")]
     Incomplete(&'static str),
@@ -39,6 +45,7 @@ impl Invalid {
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Source(_) | Self::OneFile => "InvalidSource",
+            Self::VllmArgument(_) => "InvalidEngine",
             Self::HostPath { .. } => "HostPathNotAllowed",
             Self::Incomplete(_) => "InvalidObject",
         }
@@ -65,8 +72,11 @@ pub fn deployment<'a>(object: &'a ModelDeployment, settings: &Settings) -> Resul
     let namespace = object.namespace().ok_or(Invalid::Incomplete("namespace"))?;
     object.meta().uid.as_ref().ok_or(Invalid::Incomplete("UID"))?;
     let source = source(&object.spec.model.source, settings)?;
-    if object.spec.pools.iter().any(|pool| pool.worker.engine.as_ref().is_some_and(|engine| engine.vllm.is_some())) {
-        directory(&source)?;
+    for pool in &object.spec.pools {
+        if let Some(vllm) = pool.worker.engine.as_ref().and_then(|engine| engine.vllm.as_ref()) {
+            directory(&source)?;
+            vllm::check(&pool.worker, vllm)?;
+        }
     }
     let name = object.name_any();
     let pools = match object.spec.pools.as_slice() {

@@ -102,7 +102,7 @@ fn a_full_object() {
 #[test]
 fn pools_of_vllm() {
     let vllm = json!({
-        "image": "vllm/vllm-openai:v0.11.0", "args": ["--max-model-len=8192"], "sharedMemory": "2Gi", "runAsUser": 0,
+        "image": "vllm/vllm-openai:v0.32.0", "args": ["--max-model-len=8192"], "sharedMemory": "2Gi", "runAsUser": 0,
     });
     let pool = |role| {
         json!({"name": role, "role": role, "engine": {"vllm": vllm}, "resources": {"limits": {"nvidia.com/gpu": 1}},

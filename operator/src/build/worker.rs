@@ -1,7 +1,7 @@
 //! The workers of a deployment: a `WorkerPool` for each pool, its Deployment, the Service they are discovered through, and
 //! what they may write.
 
-mod vllm;
+pub(crate) mod vllm;
 
 use crds::model_deployment::{Model, Pool};
 use crds::source::Source;
@@ -142,11 +142,11 @@ fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source:
         None => {
             let mut args = built_in_args(&model_path, &engine.built_in.unwrap_or_default());
             args.extend(kv_cache::args(&kv_cache));
-            (image, args)
+            (vec![image.to_owned()], args)
         }
-        Some(vllm) => (vllm.image.as_str(), vllm::worker_args(vllm, source)?),
+        Some(vllm) => (vllm::kv_kind(vllm), vllm::worker_args(vllm, source)?),
     };
-    let args = args(spec, computes, grace_s, engine_args);
+    let args = args(spec, &computes, grace_s, engine_args);
     let mut container = pod::container("worker", image, pull_policy, args, &env, &ports);
     let resources = kv_cache::resources(worker.resources.clone().unwrap_or_default(), &kv_cache);
     container.resources = resources.requirements();
@@ -166,7 +166,7 @@ fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source:
 
 /// `armature worker` and its flags. Pools whose engines come from the same image and compute the same model exchange KV,
 /// whatever else differs between their pods.
-fn args(spec: &WorkerPoolSpec, computes: &str, grace_s: i64, engine: Vec<String>) -> Vec<String> {
+fn args(spec: &WorkerPoolSpec, computes: &[String], grace_s: i64, engine: Vec<String>) -> Vec<String> {
     let model_name = spec.model.name.as_deref().unwrap_or(&spec.deployment);
     let mut args = vec![
         "worker".to_string(),

@@ -114,13 +114,13 @@ impl Migration {
 
     /// Whether the request may leave its worker once more; counts it if so, and counts it as refused if not.
     pub(super) fn may_move(&mut self, cause: Cause) -> bool {
-        let ends = cause == Cause::Lost && self.job.as_mut().is_some_and(|job| !job.losses.outlives_another());
+        let again = cause == Cause::Failed && std::mem::replace(&mut self.engine_failed, true);
+        let ends = again || cause == Cause::Lost && self.job.as_mut().is_some_and(|job| !job.losses.outlives_another());
         // Leaving a first half is what it is for.
         if self.is_first_half() && !ends {
             return true;
         }
-        let again = cause == Cause::Failed && std::mem::replace(&mut self.engine_failed, true);
-        if self.job.is_none() || self.left == 0 || again || ends {
+        if self.job.is_none() || self.left == 0 || ends {
             self.attempts.cluster.metrics.migrations_refused.get_or_create(&cause.label()).inc();
             return false;
         }

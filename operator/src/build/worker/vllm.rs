@@ -4,10 +4,10 @@
 //! loopback alone, and publishes its KV events to the worker there.
 
 use crds::source::Source;
-use crds::worker_pool::{Role, Vllm, WorkerPoolSpec};
+use crds::worker_pool::{Role, Vllm, WorkerPoolSpec, WorkerTemplate};
 use k8s_openapi::api::core::v1::{
-    Container, ContainerPort, EmptyDirVolumeSource, EnvVar, EnvVarSource, ObjectFieldSelector, PodSpec,
-    ResourceRequirements, SecurityContext, Volume, VolumeMount,
+    Capabilities, Container, ContainerPort, EmptyDirVolumeSource, EnvVar, EnvVarSource, ExecAction,
+    ObjectFieldSelector, PodSpec, Probe, ResourceRequirements, SecurityContext, Volume, VolumeMount,
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
@@ -23,6 +23,8 @@ const EVENT_PORT: i32 = 5557;
 const REPLAY_PORT: i32 = 5558;
 /// Port at which vLLM servers of other pods ask how KV is fetched from this one.
 const NIXL_PORT: i32 = 5600;
+/// Seconds that vLLM may take to start, the download of its model included.
+const START_S: i32 = 1800;
 
 /// How the model is named to vLLM, and where the worker finds the model's files.
 struct Model {
@@ -54,6 +56,54 @@ fn model(source: &Source) -> Result<Model, Invalid> {
 
 /// Arguments of vLLM that the worker must know too, since vLLM does not tell.
 const SHARED: [&str; 2] = ["max-num-seqs", "max-num-batched-tokens"];
+/// Arguments that change what the bytes of a KV block are, beyond model and image.
+const KV: [&str; 7] =
+    ["dtype", "kv-cache-dtype", "quantization", "hf-overrides", "attention-backend", "model-impl", "revision"];
+/// Arguments that would part vLLM from its worker, or hide what it was told.
+const REFUSED: [&str; 17] = [
+    "api-key",
+    "api-server-count",
+    "config",
+    "data-parallel-size",
+    "download-dir",
+    "dp",
+    "headless",
+    "host",
+    "kv-events-config",
+    "port",
+    "root-path",
+    "served-model-name",
+    "ssl-ca-certs",
+    "ssl-certfile",
+    "ssl-keyfile",
+    "uds",
+    "asc",
+];
+
+/// An argument's name as vLLM reads it: with `-` where `_` was written, too, and the value that came with it.
+fn named(arg: &str) -> Option<(String, Option<&str>)> {
+    let (name, value) = arg.split_once('=').map_or((arg, None), |(name, value)| (name, Some(value)));
+    let name = name.strip_prefix("--").or_else(|| name.strip_prefix('-'))?;
+    Some((name.replace('_', "-"), value))
+}
+
+/// Checks what only the whole pod makes wrong.
+pub(crate) fn check(pool: &WorkerTemplate, vllm: &Vllm) -> Result<(), Invalid> {
+    let mut names = vllm.args.iter().filter_map(|arg| named(arg));
+    if let Some((name, _)) = names.find(|(name, _)| REFUSED.contains(&name.as_str())) {
+        return Err(Invalid::VllmArgument(name));
+    }
+    match pool.env.iter().find(|variable| variable.name == "VLLM_API_KEY") {
+        Some(_) => Err(Invalid::VllmArgument("VLLM_API_KEY".into())),
+        None => Ok(()),
+    }
+}
+
+/// What the KV of such a pool is: servers that differ in it exchange none.
+pub(super) fn kv_kind(vllm: &Vllm) -> Vec<String> {
+    let set = KV.iter().filter_map(|name| Some(format!("{name}={}", last(&vllm.args, name)?)));
+    std::iter::once(vllm.image.clone()).chain(set).collect()
+}
 
 /// The worker's own flags in such a pod.
 pub(super) fn worker_args(vllm: &Vllm, source: &Source) -> Result<Vec<String>, Invalid> {
@@ -73,8 +123,8 @@ pub(super) fn worker_args(vllm: &Vllm, source: &Source) -> Result<Vec<String>, I
 /// The value that counts of an argument, written `--name=value` or as two arguments.
 fn last<'a>(args: &'a [String], name: &str) -> Option<&'a str> {
     let values = args.iter().enumerate().filter_map(|(at, arg)| {
-        let rest = arg.strip_prefix("--")?.strip_prefix(name)?;
-        if rest.is_empty() { args.get(at + 1).map(String::as_str) } else { rest.strip_prefix('=') }
+        let (found, value) = named(arg)?;
+        if found == name { value.or_else(|| args.get(at + 1).map(String::as_str)) } else { None }
     });
     values.last()
 }
@@ -114,12 +164,9 @@ pub(super) fn beside(pod: &mut PodSpec, spec: &WorkerPoolSpec, vllm: &Vllm, sour
         }),
         resources: worker.resources.replace(beside_vllm()),
         restart_policy: Some("Always".into()),
-        security_context: Some(SecurityContext {
-            allow_privilege_escalation: Some(false),
-            run_as_user: vllm.run_as_user,
-            run_as_non_root: (vllm.run_as_user == Some(0)).then_some(false),
-            ..Default::default()
-        }),
+        liveness_probe: Some(Probe { period_seconds: Some(20), failure_threshold: Some(6), ..health() }),
+        startup_probe: Some(Probe { period_seconds: Some(10), failure_threshold: Some(START_S / 10), ..health() }),
+        security_context: Some(security(vllm.run_as_user)),
         volume_mounts: Some(mounts.iter().cloned().chain(more).collect()),
         ..Default::default()
     };
@@ -148,6 +195,28 @@ fn server_args(spec: &WorkerPoolSpec, vllm: &Vllm, model: Vec<String>) -> Vec<St
     args
 }
 
+/// Asks as the worker would, from inside: vLLM listens on loopback alone. A server that hangs is started anew.
+fn health() -> Probe {
+    let ask = format!("import urllib.request as r; r.urlopen('http://127.0.0.1:{API_PORT}/health', timeout=15)");
+    Probe {
+        exec: Some(ExecAction { command: Some(vec!["python3".into(), "-c".into(), ask]) }),
+        timeout_seconds: Some(20),
+        ..Default::default()
+    }
+}
+
+/// As our own containers have it, but for the file system, which the server writes to. Root keeps what root of a container has.
+fn security(user: Option<i64>) -> SecurityContext {
+    let root = user == Some(0);
+    SecurityContext {
+        allow_privilege_escalation: Some(false),
+        run_as_user: user,
+        run_as_non_root: root.then_some(false),
+        capabilities: (!root).then(|| Capabilities { drop: Some(vec!["ALL".into()]), add: None }),
+        ..Default::default()
+    }
+}
+
 /// Where vLLM and what it uses keep files, since its user may have no home; where others reach it; and the author's variables,
 /// which win.
 fn environment(more: &[EnvVar]) -> Vec<EnvVar> {
@@ -168,6 +237,8 @@ fn environment(more: &[EnvVar]) -> Vec<EnvVar> {
         set("VLLM_NIXL_SIDE_CHANNEL_PORT", &NIXL_PORT.to_string()),
     ];
     pod::override_with(&mut variables, more);
+    // The worker reads the model's files where vLLM puts them.
+    pod::override_with(&mut variables, &[set("HF_HUB_CACHE", &format!("{CACHE_DIRECTORY}/huggingface/hub"))]);
     variables
 }
 
@@ -202,6 +273,30 @@ mod tests {
             told(&["--max-num-seqs=8", "--max-num-batched-tokens", "512", "--max-num-seqs", "64"]),
             ["--vllm-max-num-seqs=64", "--vllm-max-num-batched-tokens=512"]
         );
-        assert_eq!(told(&["--scheduling-policy=priority"]), ["--vllm-priority"]);
+        assert_eq!(told(&["--scheduling_policy=priority"]), ["--vllm-priority"]);
+    }
+
+    #[test]
+    fn what_would_part_vllm_from_its_worker_is_refused() {
+        let checked = |args: &[&str], env: &str| {
+            let pool: WorkerTemplate =
+                serde_json::from_value(serde_json::json!({"env": [{"name": env, "value": "x"}]})).expect("valid");
+            let vllm = serde_json::from_value(serde_json::json!({"image": "vllm:1", "args": args})).expect("valid");
+            check(&pool, &vllm)
+        };
+        assert_eq!(checked(&["--max-model-len=8192", "--block_size", "64"], "HF_TOKEN"), Ok(()));
+        for (arg, name) in [("--port=1", "port"), ("--served_model_name", "served-model-name"), ("-dp", "dp")] {
+            assert_eq!(checked(&[arg, "2"], "HF_TOKEN"), Err(Invalid::VllmArgument(name.into())));
+        }
+        assert!(checked(&[], "VLLM_API_KEY").is_err());
+    }
+
+    #[test]
+    fn servers_exchange_kv_only_if_it_is_the_same() {
+        let kind = |args: &[&str]| {
+            kv_kind(&serde_json::from_value(serde_json::json!({"image": "vllm:1", "args": args})).expect("valid"))
+        };
+        assert_eq!(kind(&["--max-num-seqs=8"]), kind(&[]));
+        assert_ne!(kind(&["--kv_cache_dtype", "fp8"]), kind(&[]));
     }
 }
