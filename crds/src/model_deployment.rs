@@ -56,7 +56,9 @@ pub struct ModelDeploymentSpec {
         validation = Rule::new("self.exists(p, p.role == 'prefill') == self.exists(p, p.role == 'decode')")
             .message("roles prefill and decode need each other; add the missing pool or use role aggregated"),
         validation = Rule::new("self.all(p, has(p.engine) && has(p.engine.vllm)) || !self.exists(p, has(p.engine) && has(p.engine.vllm))")
-            .message("pools of one model share one kind of engine: all of them vllm, or none")
+            .message("pools of one model share one kind of engine: all of them vllm, or none"),
+        validation = Rule::new("self.all(p, !(has(p.kvCache) && has(p.engine) && has(p.engine.vllm)))")
+            .message("kvCache is of the built-in engine; vLLM has arguments of its own for it")
     )]
     pub pools: Vec<Pool>,
     /// Image of all pods; the operator's own where missing.

@@ -14,7 +14,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::model_deployment::{Model, PullPolicy};
-use crate::quantity::Resources;
+use crate::quantity::{Bytes, Resources};
 pub use vllm::Vllm;
 
 /// Worker pods of one role, all alike.
@@ -77,7 +77,10 @@ pub struct WorkerTemplate {
     /// The engine that computes; the built-in one where missing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<Engine>,
-    /// Resources of the container that computes: the worker, or the server beside it.
+    /// KV blocks that the built-in engine's own memory has no room for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kv_cache: Option<KvCache>,
+    /// Resources of the container that computes: the worker (its memory without that of `kvCache`), or the server beside it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resources: Option<Resources>,
     /// Labels a node must have.
@@ -136,6 +139,43 @@ pub struct BuiltIn {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1))]
     pub max_num_batched_tokens: Option<u32>,
+}
+
+/// Where the built-in engine keeps KV blocks that its arena has no room for: first in host memory, then on disk. They come back
+/// when a request wants them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("has(self.hostBytes) || has(self.diskBytes)").message("kvCache needs hostBytes or diskBytes"))]
+pub struct KvCache {
+    /// Host memory; added to the container's memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_bytes: Option<Bytes>,
+    /// Disk: an emptyDir of the pod, which survives a restart of the container.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_bytes: Option<Bytes>,
+    /// Which blocks go first; the least recently used where missing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub policy: Option<KvCachePolicy>,
+}
+
+/// Which blocks a full cache gives up first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum KvCachePolicy {
+    /// The least recently used.
+    Lru,
+    /// The least frequently used.
+    Lfu,
+}
+
+impl KvCachePolicy {
+    /// As flags have it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Lru => "lru",
+            Self::Lfu => "lfu",
+        }
+    }
 }
 
 /// What a worker does with a request.

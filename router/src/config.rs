@@ -68,7 +68,8 @@ pub struct Config {
     /// Longest silence between two tokens of a request, in seconds
     #[arg(long, env = "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS", default_value = "120", value_parser = seconds)]
     pub token_timeout_secs: Duration,
-    /// How often a stream whose worker is lost goes on at another one; 0: it ends with an error
+    /// How often a stream whose worker is lost goes on at another one, and how many workers a request may lose; 0: a stream ends with
+    /// an error
     #[arg(long, env = "DYN_MIGRATION_LIMIT", default_value_t = MIGRATION_LIMIT)]
     pub migration_limit: u32,
     /// Which requests run on two workers

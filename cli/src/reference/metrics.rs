@@ -13,6 +13,8 @@ use router::http::metrics::{FrontendMetrics, RequestGuard};
 use router::metrics::{CoreMetrics, DecisionLabels, ReasonLabels};
 use router::openai::Endpoint;
 use router::replicas::metrics::ReplicaMetrics;
+use worker_agent::engine::builtin::tiers::catalog::{Sizes, TierUsage};
+use worker_agent::engine::builtin::tiers::metrics::{DiskFault, TierMetrics};
 use worker_agent::engine::remote::metrics::RemoteMetrics;
 use worker_agent::engine::{EngineInfo, EngineLoad};
 use worker_agent::metrics::Ending;
@@ -65,6 +67,12 @@ fn worker() -> String {
     let remote = RemoteMetrics::default();
     remote.refused("");
     remote.register(metrics.registry_mut());
+    // Only of workers with tiers below the arena.
+    let tiers = TierMetrics::default();
+    tiers.set_limits(Sizes::default(), 0);
+    tiers.update(&TierUsage::default(), &TierUsage::default(), 0);
+    tiers.faults(DiskFault::full);
+    tiers.register(metrics.registry_mut());
     metrics.request_ended(Ending::eos);
     metrics.transfer.failures(Failure::lost);
     metrics.transfer.sent_bytes("");

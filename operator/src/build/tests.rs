@@ -48,6 +48,7 @@ fn full() -> ModelDeployment {
                  "tolerations": [{"key": "gpu", "operator": "Exists"}], "terminationGracePeriodSeconds": 60},
                 {"name": "decode", "role": "decode", "replicas": 4,
                  "engine": {"builtIn": {"threads": 2, "blockSize": 32, "kvBlocks": 1024, "maxNumSeqs": 8, "maxNumBatchedTokens": 256}},
+                 "kvCache": {"hostBytes": "2Gi", "diskBytes": "20Gi", "policy": "lfu"},
                  "resources": {"limits": {"cpu": 2, "memory": "4Gi"}},
                  "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}]},
             ],

@@ -20,6 +20,8 @@ use super::{Part, name, revision, rolling};
 use crate::config::Settings;
 use crate::validate::{self, Invalid, ValidDeployment};
 
+mod kv_cache;
+
 /// Port for requests.
 pub const REQUEST_PORT: i32 = 9000;
 /// Port on which KV events are published.
@@ -123,6 +125,12 @@ pub fn pool_deployment(
 fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source: &Source) -> Result<PodSpec, Invalid> {
     let worker = &spec.worker;
     let (model_path, volume, mount) = model_volume(source);
+    let (mut volumes, mut mounts) = (vec![volume], vec![mount]);
+    let kv_cache = worker.kv_cache.clone().unwrap_or_default();
+    if let Some((volume, mount)) = kv_cache::volume(&kv_cache) {
+        volumes.push(volume);
+        mounts.push(mount);
+    }
     let image = spec.image.as_deref().unwrap_or(&settings.image);
     let pull_policy = spec.image_pull_policy.map_or(settings.image_pull_policy.as_str(), |policy| policy.as_str());
     let cache = EnvVar { name: "XDG_CACHE_HOME".into(), value: Some(CACHE_DIRECTORY.into()), ..Default::default() };
@@ -131,16 +139,21 @@ fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source:
     let ports = [("request", REQUEST_PORT), ("events", EVENT_PORT), ("transfer", TRANSFER_PORT), ("admin", ADMIN_PORT)];
     let engine = worker.engine.clone().unwrap_or_default();
     let (computes, engine_args) = match &engine.vllm {
-        None => (image, built_in_args(&model_path, &engine.built_in.unwrap_or_default())),
-        Some(vllm) => (vllm.image.as_str(), vllm::worker_args(source)?),
+        None => {
+            let mut args = built_in_args(&model_path, &engine.built_in.unwrap_or_default());
+            args.extend(kv_cache::args(&kv_cache));
+            (image, args)
+        }
+        Some(vllm) => (vllm.image.as_str(), vllm::worker_args(vllm, source)?),
     };
     let args = args(spec, computes, grace_s, engine_args);
     let mut container = pod::container("worker", image, pull_policy, args, &env, &ports);
-    container.resources = worker.resources.as_ref().and_then(|resources| resources.requirements());
-    container.volume_mounts = Some(vec![mount]);
+    let resources = kv_cache::resources(worker.resources.clone().unwrap_or_default(), &kv_cache);
+    container.resources = resources.requirements();
+    container.volume_mounts = Some(mounts);
     pod::probes(&mut container, "admin");
     let mut pod = PodSpec {
-        volumes: Some(vec![volume]),
+        volumes: Some(volumes),
         node_selector: non_empty(&worker.node_selector),
         tolerations: (!worker.tolerations.is_empty()).then(|| worker.tolerations.clone()),
         ..pod::pod(part, settings, name::workers(&spec.deployment), container, grace_s)

@@ -14,9 +14,9 @@ use worker_agent::engine::{Engine, EngineOutput};
 use super::{model, references};
 
 const PROMPTS: usize = 50;
-const ANSWER: u32 = 16;
-/// Four long prompts at a time, of fifty.
-const ARENA: usize = 80;
+const ANSWER: u32 = 8;
+/// Four prompts at a time, of fifty.
+const ARENA: usize = 40;
 
 /// Fifty prompts: the reference's, cut and joined.
 fn prompts() -> Vec<Vec<u32>> {
@@ -25,7 +25,7 @@ fn prompts() -> Vec<Vec<u32>> {
         .map(|number| {
             let (first, second) = (&texts[number % texts.len()], &texts[(number * 7 + 3) % texts.len()]);
             let mut prompt = [&first[number / texts.len() * 3..], &second[..]].concat();
-            prompt.truncate(240);
+            prompt.truncate(132);
             prompt
         })
         .collect()
@@ -73,29 +73,11 @@ fn onboarded(engine: &BuiltIn, tier: TierName) -> u64 {
     engine.tiers().expect("there are tiers").onboarded_blocks(tier)
 }
 
-/// Waits until the disk has had time to write what it was given: until its blocks do not change any more.
-async fn settled(dir: &Path) {
-    let size = || std::fs::metadata(dir.join("index")).map_or(0, |file| file.len());
-    let mut looks = tokio::time::interval(Duration::from_millis(300));
-    looks.tick().await;
-    let mut before = size();
-    loop {
-        looks.tick().await;
-        let now = size();
-        if now == before {
-            return;
-        }
-        before = now;
-    }
-}
-
 #[tokio::test]
 async fn fifty_prompts_answer_the_same_from_every_tier() {
     let prompts = prompts();
     let computing = start(TierOptions::default());
     let (expected, reused_without) = answers(&computing, &prompts).await;
-    let (again, _) = answers(&computing, &prompts).await;
-    assert_eq!(again, expected);
     drop(computing);
 
     let engine = start(TierOptions { host_bytes: 1 << 30, ..TierOptions::default() });
@@ -103,24 +85,22 @@ async fn fifty_prompts_answer_the_same_from_every_tier() {
     let (again, reused) = answers(&engine, &prompts).await;
     assert_eq!(again, expected, "from host memory");
     let host = onboarded(&engine, TierName::host);
-    assert!(host > 300 && reused > reused_without + 16 * 300, "{host} blocks, {reused} tokens");
+    assert!(host > 200 && reused > reused_without + 16 * 200, "{host} blocks, {reused} tokens");
     drop(engine);
 
     let dir = tempfile::tempdir().expect("a temporary directory");
     let engine = start(disk(dir.path()));
     assert_eq!(answers(&engine, &prompts).await.0, expected, "while blocks go to disk");
-    settled(dir.path()).await;
     assert_eq!(answers(&engine, &prompts).await.0, expected, "from disk");
     let from_disk = onboarded(&engine, TierName::disk);
-    assert!(from_disk > 300, "{from_disk} blocks");
-    settled(dir.path()).await;
+    assert!(from_disk > 200, "{from_disk} blocks");
     drop(engine);
 
     let engine = start(disk(dir.path()));
     let (again, reused) = answers(&engine, &prompts).await;
     assert_eq!(again, expected, "from disk, after a restart");
     let restarted = onboarded(&engine, TierName::disk);
-    assert!(restarted > 300, "{restarted} blocks");
+    assert!(restarted > 200, "{restarted} blocks");
     println!(
         "{PROMPTS} prompts answer the same: {host} blocks from host memory, {from_disk} from disk, {restarted} from disk \
          after a restart ({reused} tokens reused)"

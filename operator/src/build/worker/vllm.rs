@@ -52,14 +52,31 @@ fn model(source: &Source) -> Result<Model, Invalid> {
     })
 }
 
+/// Arguments of vLLM that the worker must know too, since vLLM does not tell.
+const SHARED: [&str; 2] = ["max-num-seqs", "max-num-batched-tokens"];
+
 /// The worker's own flags in such a pod.
-pub(super) fn worker_args(source: &Source) -> Result<Vec<String>, Invalid> {
-    Ok(vec![
+pub(super) fn worker_args(vllm: &Vllm, source: &Source) -> Result<Vec<String>, Invalid> {
+    let told = SHARED.iter().filter_map(|name| Some(format!("--vllm-{name}={}", last(&vllm.args, name)?)));
+    let by_priority = last(&vllm.args, "scheduling-policy") == Some("priority");
+    let told: Vec<_> = told.chain(by_priority.then(|| "--vllm-priority".into())).collect();
+    let mut args = vec![
         "--engine=vllm".into(),
         format!("--vllm-url=http://127.0.0.1:{API_PORT}"),
         format!("--model-path={}", model(source)?.directory),
         format!("--vllm-kv-events=tcp://*:{EVENT_PORT};replay=tcp://127.0.0.1:{REPLAY_PORT}"),
-    ])
+    ];
+    args.extend(told);
+    Ok(args)
+}
+
+/// The value that counts of an argument, written `--name=value` or as two arguments.
+fn last<'a>(args: &'a [String], name: &str) -> Option<&'a str> {
+    let values = args.iter().enumerate().filter_map(|(at, arg)| {
+        let rest = arg.strip_prefix("--")?.strip_prefix(name)?;
+        if rest.is_empty() { args.get(at + 1).map(String::as_str) } else { rest.strip_prefix('=') }
+    });
+    values.last()
 }
 
 /// Adds vLLM to the pod of a worker, with the mounts that the worker has.
@@ -121,6 +138,7 @@ fn server_args(spec: &WorkerPoolSpec, vllm: &Vllm, model: Vec<String>) -> Vec<St
         "--host=127.0.0.1".into(),
         format!("--port={API_PORT}"),
         "--enable-prefix-caching".into(),
+        "--enable-prompt-tokens-details".into(),
         format!("--kv-events-config={events}"),
     ]);
     if spec.role != Role::Aggregated {
@@ -166,4 +184,24 @@ fn directory(name: &str, source: EmptyDirVolumeSource) -> Volume {
 
 fn mount(name: &str, path: &str) -> VolumeMount {
     VolumeMount { name: name.into(), mount_path: path.into(), ..Default::default() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_worker_is_told_what_vllm_was_told() {
+        let vllm = |args: &[&str]| -> Vllm {
+            serde_json::from_value(serde_json::json!({"image": "vllm:1", "args": args})).expect("valid")
+        };
+        let source = Source::Hub("org/name".into());
+        let told = |args: &[&str]| worker_args(&vllm(args), &source).expect("a directory")[4..].to_vec();
+        assert_eq!(told(&["--max-model-len=8192", "--max-num-seqs-x=1"]), Vec::<String>::new());
+        assert_eq!(
+            told(&["--max-num-seqs=8", "--max-num-batched-tokens", "512", "--max-num-seqs", "64"]),
+            ["--vllm-max-num-seqs=64", "--vllm-max-num-batched-tokens=512"]
+        );
+        assert_eq!(told(&["--scheduling-policy=priority"]), ["--vllm-priority"]);
+    }
 }

@@ -81,7 +81,10 @@ impl Tiered {
         let done = match job {
             Move::Write { from, to, block } => {
                 let outcome = match disk {
-                    Disk::Works => Ok(self.disk.copy_block(BlockId(to.0), &self.slab, BlockId(from.0))),
+                    Disk::Works => {
+                        self.disk.copy_block(BlockId(to.0), &self.slab, BlockId(from.0));
+                        Ok(())
+                    }
                     Disk::IsFull => Err(WriteFault::Full),
                     Disk::Fails => Err(WriteFault::Failed),
                 };
@@ -89,7 +92,10 @@ impl Tiered {
             }
             Move::Read { from, to, hash } => {
                 let outcome = match disk {
-                    Disk::Works => Ok(self.slab.copy_block(BlockId(to.0), &self.disk, BlockId(from.0))),
+                    Disk::Works => {
+                        self.slab.copy_block(BlockId(to.0), &self.disk, BlockId(from.0));
+                        Ok(())
+                    }
                     _ => Err(ReadFault::Damaged),
                 };
                 Done::Read { hash, outcome }

@@ -56,7 +56,8 @@ fn tails_go_to_disk_before_their_heads_and_are_told_when_they_are_there() {
     let (mut catalog, mut log) = (Catalog::new(SIZES, Policy::Lru, Vec::new()), EventLog::default());
     let (first, second) = (path(1, 4), path(2, 2));
     catalog.offload(&evicted(&first), &mut log);
-    (log.take(), catalog.take_moves());
+    log.take();
+    catalog.take_moves();
     catalog.offload(&evicted(&second), &mut log);
     let gone = [first[3], first[2]];
     assert_eq!(log.take(), [removed(Tier::Host, &gone), stored(Tier::Host, &second)]);
