@@ -91,8 +91,13 @@ async fn a_stream_that_goes_on_asks_for_what_is_left() {
     let mut vllm = Vllm::start().await;
     let (engine, _) = vllm.engine(&[]).await;
     let stop = Stop { max_tokens: 10, min_tokens: 4, ..Stop::default() };
-    let outputs = ask(&engine, Generate { generated: 3, stop: Some(stop), ..request(0..8, 0) });
+    let penalties = Sampling { presence_penalty: 0.5, frequency_penalty: 0.25, ..Sampling::default() };
+    let tokens = [0, 1, 2, 3, 4, 7, 5, 7];
+    let begun = Generate { generated: 3, stop: Some(stop), sampling: Some(penalties), ..request(tokens, 0) };
+    let outputs = ask(&engine, begun);
     let asked = vllm.asked().await;
+    let bias = json!({"5": -0.75, "7": -1.0});
+    assert_eq!(asked.body["logit_bias"], bias, "what was generated elsewhere is penalized all the same");
     assert_eq!((&asked.body["max_tokens"], &asked.body["min_tokens"]), (&json!(7), &json!(1)));
     asked.stream().end(&[20], "length", Value::Null);
     let (tokens, EngineOutput::Finished(finish)) = answer(outputs).await else { panic!("no end") };

@@ -297,7 +297,8 @@ impl<'a> Answer<'a> {
             let logprobs = logprobs.next();
             let first = self.generated == 1;
             // One that only signals the end is no part of the answer; it may have to carry the prompt's log-probabilities.
-            if at + 1 == count && self.is_signal(token) && !(first && !self.prompt_logprobs.is_empty()) {
+            let carries = first && !self.prompt_logprobs.is_empty();
+            if at + 1 == count && self.is_signal(token) && !carries {
                 continue;
             }
             let output = if first { self.first(token, logprobs) } else { EngineOutput::Token { token, logprobs } };

@@ -2,7 +2,7 @@
 //!
 //! Every sampling setting is said: what is not said, vLLM takes from the model's own `generation_config.json`.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use protocol::request_plane::{Generate, Sampling};
 use serde::Serialize;
@@ -54,7 +54,7 @@ pub(super) struct Completion<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     seed: Option<i64>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    logit_bias: Option<&'a HashMap<u32, f32>>,
+    logit_bias: Option<HashMap<u32, f32>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     cache_salt: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -108,7 +108,7 @@ impl<'a> Completion<'a> {
             presence_penalty: set(|s| s.presence_penalty),
             frequency_penalty: set(|s| s.frequency_penalty),
             seed: sampling.and_then(|s| s.seed).map(|seed| seed_of(seed, request.generated)),
-            logit_bias: sampling.map(|s| &s.logit_bias).filter(|bias| !bias.is_empty()),
+            logit_bias: sampling.map(|sampling| bias(sampling, request)).filter(|bias| !bias.is_empty()),
             cache_salt: text(&request.cache_namespace),
             // There the lower one runs first.
             priority: vllm.priority.then_some(-i64::from(request.priority)),
@@ -120,4 +120,21 @@ impl<'a> Completion<'a> {
 /// A request that goes on must not draw the numbers that its beginning has drawn.
 fn seed_of(seed: u64, generated: u32) -> i64 {
     (seed.wrapping_add(u64::from(generated)) & i64::MAX as u64) as i64
+}
+
+/// The request's own bias, and the penalties for what was generated elsewhere: vLLM takes those tokens for a prompt, which only
+/// its repetition penalty looks at. The presence penalty counts twice for one of them that is generated again.
+fn bias(sampling: &Sampling, request: &Generate) -> HashMap<u32, f32> {
+    let mut bias = sampling.logit_bias.clone();
+    let (presence, frequency) = (sampling.presence_penalty, sampling.frequency_penalty);
+    if presence == 0.0 && frequency == 0.0 {
+        return bias;
+    }
+    let begin = request.token_ids.len() - request.generated as usize;
+    let mut seen = HashSet::new();
+    for token in &request.token_ids[begin..] {
+        let penalty = frequency + if seen.insert(token) { presence } else { 0.0 };
+        *bias.entry(*token).or_default() -= penalty;
+    }
+    bias
 }
