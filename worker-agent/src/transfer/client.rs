@@ -127,11 +127,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Client<S> {
         self.deadline.within(Stage::Blocks, closed).await
     }
 
-    /// Ends the lease of blocks that are all here: if that fails, it expires.
-    pub(super) async fn finish(self, lease: u64) {
-        if let Err(error) = self.release(lease).await {
-            tracing::debug!(%error, "the lease was not ended");
-        }
+    /// Ends the lease of blocks that are all here; if that fails, it expires. Whether the connection can be used again.
+    pub(super) async fn end(&mut self, lease: u64) -> bool {
+        let sent = self.send(Stage::Blocks, Ask::Release(lease)).await;
+        sent.inspect_err(|error| tracing::debug!(%error, "the lease was not ended")).is_ok()
     }
 
     async fn send(&mut self, stage: Stage, ask: Ask) -> Result<(), TransferError> {

@@ -197,7 +197,10 @@ impl Desk {
         while let Some(ask) = next(&mut socket, limit, drain).await? {
             match ask {
                 Ask::Pull(pull) => (held, limit) = (Some(self.tell_places(&mut socket, pull).await?), COPY),
-                ask => self.release(ask)?,
+                ask => {
+                    self.release(ask)?;
+                    (held, limit) = (None, IDLE);
+                }
             }
         }
         drop(held);

@@ -47,7 +47,7 @@ impl KvTransport for Tcp {
                 receive(&mut client, hash, into).await?;
                 pace.moved(into).await;
             }
-            client.finish(source.lease).await;
+            client.end(source.lease).await;
             Ok(())
         })
     }

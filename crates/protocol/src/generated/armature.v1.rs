@@ -16,7 +16,8 @@ pub mod client_frame {
         /// opens a stream
         #[prost(message, tag = "3")]
         Generate(super::Generate),
-        /// the router no longer wants this stream; the worker frees its blocks
+        /// The router no longer wants this stream; the worker frees its blocks. After the end of a prefill_only stream: nobody will
+        /// fetch the blocks that were kept.
         #[prost(message, tag = "4")]
         Cancel(super::Cancel),
         /// the router has room for more Output frames of this stream

@@ -28,7 +28,7 @@ mod reservation;
 
 pub use super::service::inbox::Place;
 use lease::Leases;
-pub use lease::{Lease, LeaseGone, Terms};
+pub use lease::{Describe, Lease, LeaseGone, Terms};
 use queue::Ask;
 use reservation::Share;
 pub use reservation::{Import, Reservation};

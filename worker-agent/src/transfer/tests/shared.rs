@@ -78,7 +78,7 @@ fn impostor(prefill: &Node, source: &Source, harm: Harm) -> (String, JoinHandle<
     let listener = shm::Listener::bind().expect("a name");
     let address = listener.address.clone();
     let memory: OwnedFd = match harm {
-        Harm::OtherFile => std::fs::File::open("/dev/null").expect("there").into(),
+        Harm::OtherFile => tempfile::tempfile().expect("a file").into(),
         _ => exchange.memory().expect("shared").try_clone_to_owned().expect("a descriptor"),
     };
     let serving = tokio::spawn(async move {
@@ -115,14 +115,10 @@ async fn say(socket: &mut UnixStream, answer: Answer) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn memory_that_cannot_be_trusted_is_only_latency() {
-    for (number, (harm, reason, whole)) in [
-        (Harm::Dies, Failure::lost, 1),
-        (Harm::Overwrites, Failure::checksum, 1),
-        (Harm::Strays, Failure::lost, 1),
-        (Harm::OtherFile, Failure::lost, 0),
-    ]
-    .into_iter()
-    .enumerate()
+    for (number, (harm, reason, whole)) in
+        [(Harm::Dies, Failure::lost, 1), (Harm::Overwrites, Failure::checksum, 1), (Harm::Strays, Failure::protocol, 1)]
+            .into_iter()
+            .enumerate()
     {
         let (prefill, decoder) = (Node::start(auto()).await, Node::start(auto()).await);
         let prompt = tokens(100, 90 + number as u64);
@@ -134,4 +130,39 @@ async fn memory_that_cannot_be_trusted_is_only_latency() {
         assert_eq!(decoder.metrics.received_blocks.get(), whole, "{harm:?}");
         within("its end", serving).await.expect("no panic");
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn memory_that_could_be_cut_short_is_not_mapped() {
+    let (prefill, decoder) = (Node::start(auto()).await, Node::start(auto()).await);
+    let prompt = tokens(100, 95);
+    let (first, source) = prefill.prefill(&prompt).await;
+    let source = source.expect("a lease");
+    let (address, serving) = impostor(&prefill, &source, Harm::OtherFile);
+    let (_, reused) = decoder.answer(decode(&prompt, first, ANSWER, &over(&source, &address))).await;
+    assert_eq!((reused, decoder.metrics.received_bytes(tcp::BACKEND).get()), (96, 6 * BLOCK as u64));
+    serving.abort();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_has_left_since_the_last_fetch_is_asked_no_more() {
+    let shm = || Setup { transports: Transports::Shm, ..Setup::default() };
+    let (prefill, decoder) = (Node::start(shm()).await, Node::start(shm()).await);
+    let mut last = None;
+    for seed in 96..98 {
+        let prompt = tokens(64, seed);
+        let (first, source) = prefill.prefill(&prompt).await;
+        let source = source.expect("a lease");
+        let (_, reused) = decoder.answer(decode(&prompt, first, ANSWER, &source)).await;
+        assert_eq!(reused, 64, "also over the connection of the first");
+        last = Some(source);
+    }
+    until("the leases are ended", || prefill.leased() == (0, 0)).await;
+    let (prompt, source) = (tokens(64, 98), last.expect("two"));
+    let (first, again) = prefill.prefill(&prompt).await;
+    let offers = source.offers.clone();
+    prefill.drain.stop();
+    within("the server ends", prefill.serving).await.expect("no panic");
+    let gone = Source { offers, ..again.expect("a lease") };
+    falls_back(&decoder, &prompt, first, &gone, Failure::connect).await;
 }

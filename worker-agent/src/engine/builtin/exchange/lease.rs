@@ -17,12 +17,15 @@ use crate::engine::builtin::service::inbox::{Errand, Shared};
 /// Most leases at once: each is one request between its prefill and its decode.
 const MAX_LEASES: usize = 4096;
 
+/// Says what whoever fetches the blocks must be told. Called on the engine's thread for each lease that begins.
+pub type Describe = dyn Fn(&Arc<Lease>) -> String + Send + Sync;
+
 /// How blocks are leased.
 pub struct Terms {
     /// How long a lease lasts from its last progress.
     pub lifetime: Duration,
-    /// What whoever fetches the blocks must be told; called on the engine's thread for each lease that begins.
-    pub describe: Box<dyn Fn(&Arc<Lease>) -> String + Send + Sync>,
+    /// What a request's next worker is told.
+    pub describe: Box<Describe>,
 }
 
 /// The lease has ended, or never was.
