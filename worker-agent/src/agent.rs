@@ -181,7 +181,7 @@ impl Agent {
         let draining_metadata = describe(true);
         let entry = Entry::open(settings, &identity).await?;
 
-        let metrics = Metrics::new(engine.info()).with_tiers(engine.tiers());
+        let metrics = Metrics::new(engine.info()).with_tiers(engine.tier_metrics());
         let (drain, metrics) = (Arc::new(Drain::default()), Arc::new(metrics));
         let (engine, transfer) = with_transfers(engine, settings, &identity, &listeners.transfer, &metrics)?;
         let indexer = Arc::new(Mutex::new(LocalIndexer::new(0, RingLimits::default())));

@@ -149,7 +149,7 @@ pub trait Engine: Send + Sync + 'static {
     }
 
     /// What it counts of tiers below its device memory; `None` where it has none of ours.
-    fn tiers(&self) -> Option<TierMetrics> {
+    fn tier_metrics(&self) -> Option<TierMetrics> {
         None
     }
 }

@@ -129,8 +129,8 @@ impl Engine for Transfers {
         Some(self.fetcher.exchange.clone())
     }
 
-    fn tiers(&self) -> Option<TierMetrics> {
-        self.engine.tiers()
+    fn tier_metrics(&self) -> Option<TierMetrics> {
+        self.engine.tier_metrics()
     }
 }
 

@@ -70,7 +70,7 @@ async fn answers(engine: &BuiltIn, prompts: &[Vec<u32>]) -> (Vec<Vec<u32>>, usiz
 }
 
 fn onboarded(engine: &BuiltIn, tier: TierName) -> u64 {
-    engine.tiers().expect("there are tiers").onboarded_blocks(tier)
+    engine.tier_metrics().expect("there are tiers").onboarded_blocks(tier)
 }
 
 #[tokio::test]

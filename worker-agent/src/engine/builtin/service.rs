@@ -158,7 +158,7 @@ impl Engine for BuiltIn {
         self.exchange.clone()
     }
 
-    fn tiers(&self) -> Option<TierMetrics> {
+    fn tier_metrics(&self) -> Option<TierMetrics> {
         self.tiers.clone()
     }
 }
