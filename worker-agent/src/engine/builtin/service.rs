@@ -188,7 +188,10 @@ impl Tiers {
         let (catalog, mover) = opened.start(kv.arena, move |done| shared.send(Errand::Done(done)))?;
         let metrics = TierMetrics::default();
         metrics.set_limits(catalog.sizes(), block_bytes);
-        Ok(Some((catalog, Self { mover, metrics, told: TierUsage::default(), block_bytes })))
+        let told = TierUsage::default();
+        // Every series is there from the beginning.
+        metrics.update(&told, &told, block_bytes);
+        Ok(Some((catalog, Self { mover, metrics, told, block_bytes })))
     }
 }
 
