@@ -15,8 +15,8 @@ use super::{model, references};
 
 const PROMPTS: usize = 50;
 const ANSWER: u32 = 8;
-/// Four prompts at a time, of fifty.
-const ARENA: usize = 40;
+/// Four prompts at a time, of fifty, and some room.
+const ARENA: usize = 32;
 
 /// Fifty prompts: the reference's, cut and joined.
 fn prompts() -> Vec<Vec<u32>> {
@@ -25,7 +25,7 @@ fn prompts() -> Vec<Vec<u32>> {
         .map(|number| {
             let (first, second) = (&texts[number % texts.len()], &texts[(number * 7 + 3) % texts.len()]);
             let mut prompt = [&first[number / texts.len() * 3..], &second[..]].concat();
-            prompt.truncate(132);
+            prompt.truncate(84);
             prompt
         })
         .collect()
@@ -70,39 +70,37 @@ async fn answers(engine: &BuiltIn, prompts: &[Vec<u32>]) -> (Vec<Vec<u32>>, usiz
 }
 
 fn onboarded(engine: &BuiltIn, tier: TierName) -> u64 {
-    engine.tiers().expect("there are tiers").onboarded_blocks(tier)
+    engine.tier_metrics().expect("there are tiers").onboarded_blocks(tier)
 }
 
 #[tokio::test]
-async fn fifty_prompts_answer_the_same_from_every_tier() {
+async fn fifty_prompts_answer_the_same_from_host_memory() {
     let prompts = prompts();
-    let computing = start(TierOptions::default());
-    let (expected, reused_without) = answers(&computing, &prompts).await;
-    drop(computing);
-
+    let (expected, reused_without) = answers(&start(TierOptions::default()), &prompts).await;
     let engine = start(TierOptions { host_bytes: 1 << 30, ..TierOptions::default() });
     assert_eq!(answers(&engine, &prompts).await.0, expected, "while blocks go to host memory");
     let (again, reused) = answers(&engine, &prompts).await;
     assert_eq!(again, expected, "from host memory");
-    let host = onboarded(&engine, TierName::host);
-    assert!(host > 200 && reused > reused_without + 16 * 200, "{host} blocks, {reused} tokens");
-    drop(engine);
+    let blocks = onboarded(&engine, TierName::host);
+    assert!(blocks > 100 && reused > reused_without + 16 * 100, "{blocks} blocks, {reused} tokens");
+    println!("{PROMPTS} prompts answer the same with {blocks} blocks from host memory");
+}
 
+#[tokio::test]
+async fn fifty_prompts_answer_the_same_from_disk_before_and_after_a_restart() {
+    let prompts = prompts();
+    let expected = answers(&start(TierOptions::default()), &prompts).await.0;
     let dir = tempfile::tempdir().expect("a temporary directory");
     let engine = start(disk(dir.path()));
     assert_eq!(answers(&engine, &prompts).await.0, expected, "while blocks go to disk");
     assert_eq!(answers(&engine, &prompts).await.0, expected, "from disk");
-    let from_disk = onboarded(&engine, TierName::disk);
-    assert!(from_disk > 200, "{from_disk} blocks");
+    let before = onboarded(&engine, TierName::disk);
+    assert!(before > 100, "{before} blocks");
     drop(engine);
 
     let engine = start(disk(dir.path()));
-    let (again, reused) = answers(&engine, &prompts).await;
-    assert_eq!(again, expected, "from disk, after a restart");
-    let restarted = onboarded(&engine, TierName::disk);
-    assert!(restarted > 200, "{restarted} blocks");
-    println!(
-        "{PROMPTS} prompts answer the same: {host} blocks from host memory, {from_disk} from disk, {restarted} from disk \
-         after a restart ({reused} tokens reused)"
-    );
+    assert_eq!(answers(&engine, &prompts).await.0, expected, "from disk, after a restart");
+    let after = onboarded(&engine, TierName::disk);
+    assert!(after > 100, "{after} blocks");
+    println!("{PROMPTS} prompts answer the same with {before} blocks from disk, and {after} after a restart");
 }

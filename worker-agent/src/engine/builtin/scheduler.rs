@@ -30,7 +30,8 @@ mod tiers;
 
 pub use exchange::Handover;
 pub use request::{Limits, Request};
-use sequence::{Loaded, Rank, Sequence};
+pub use sequence::Loaded;
+use sequence::{Rank, Sequence};
 
 /// Rows of logits that one step computes for prompt log-probabilities: 64 rows of a 128k vocabulary are 32 MiB.
 const PROMPT_LOGIT_ROWS: usize = 64;

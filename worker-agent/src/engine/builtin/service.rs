@@ -125,7 +125,7 @@ impl BuiltIn {
     }
 
     /// What it counts of the tiers below the arena; `None` where it has none.
-    pub fn tiers(&self) -> Option<&TierMetrics> {
+    pub fn tier_metrics(&self) -> Option<&TierMetrics> {
         self.tiers.as_ref()
     }
 
@@ -196,7 +196,10 @@ impl Tiers {
         let (catalog, mover) = opened.start(kv.arena, move |done| shared.send(Errand::Done(done)))?;
         let metrics = TierMetrics::default();
         metrics.set_limits(catalog.sizes(), block_bytes);
-        Ok(Some((catalog, Self { mover, metrics, told: TierUsage::default(), block_bytes })))
+        let told = TierUsage::default();
+        // Every series is there from the beginning.
+        metrics.update(&told, &told, block_bytes);
+        Ok(Some((catalog, Self { mover, metrics, told, block_bytes })))
     }
 }
 

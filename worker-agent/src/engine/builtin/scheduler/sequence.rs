@@ -15,7 +15,7 @@ use crate::engine::{EngineOutput, Finish, Prefilled};
 
 mod loading;
 
-pub(super) use loading::Loaded;
+pub use loading::Loaded;
 use loading::Loading;
 
 /// Order of service: higher priority first, then the older request.

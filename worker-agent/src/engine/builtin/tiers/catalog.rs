@@ -1,7 +1,7 @@
 //! Which block is in which tier below the arena, which goes when a tier is full, and what has to be moved for it.
 //!
 //! Pure: no bytes, file, clock or thread. Blocks come in when the arena evicts them ([`Catalog::offload`]) and are asked for
-//! by sequences ([`onboard`]); what follows are [`Move`]s, counts, and events in the pool's [`EventLog`].
+//! by sequences ([`Catalog::fetch`]); what follows are [`Move`]s, counts, and events in the pool's [`EventLog`].
 //!
 //! - A block that is taken into the arena again stays where it was: it costs nothing to evict it a second time.
 //! - A block is in a tier from the moment when its readers are told until they are told that it is gone, and can be had

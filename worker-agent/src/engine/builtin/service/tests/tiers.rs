@@ -116,7 +116,7 @@ impl Node {
     }
 
     fn metrics(&self) -> &TierMetrics {
-        self.engine.tiers().expect("there are tiers")
+        self.engine.tier_metrics().expect("there are tiers")
     }
 
     /// Waits until the disk has so many blocks.
@@ -141,7 +141,7 @@ async fn without_tiers() -> Vec<Vec<u32>> {
 async fn what_comes_back_from_host_memory_answers_as_what_was_computed() {
     let expected = without_tiers().await;
     let mut node = Node::start(&host(100));
-    assert!(node.engine.tiers().is_some());
+    assert!(node.engine.tier_metrics().is_some());
     assert_eq!(node.round().await, (expected.clone(), 0));
     let (answers, reused) = node.round().await;
     assert_eq!(answers, expected);
