@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{Config, ConfigError};
+use super::{Config, ConfigError, EngineKind};
 use crate::engine::builtin::tiers::{DiskOptions, Policy, TierOptions};
 
 /// Flags of the tiers.
@@ -81,6 +81,14 @@ impl Config {
         let given = &self.tiers;
         let host_bytes = either(given.host_cache_bytes, "DYN_KVBM_CPU_CACHE_GB", given.host_cache_gb)?;
         let disk_bytes = either(given.disk_cache_bytes, "DYN_KVBM_DISK_CACHE_GB", given.disk_cache_gb)?;
+        if self.engine == EngineKind::Vllm && host_bytes + disk_bytes > 0 {
+            let (flag, value) = ("--host-cache-bytes and --disk-cache-bytes", (host_bytes + disk_bytes).to_string());
+            return Err(ConfigError::Invalid {
+                flag,
+                value,
+                rule: "are of the built-in engine; vLLM has arguments of its own",
+            });
+        }
         let disk = match (disk_bytes, &given.disk_cache_dir) {
             (0, None) => None,
             (0, Some(_)) => {

@@ -284,14 +284,16 @@ impl Desk {
     async fn tell_places(&self, socket: &mut UnixStream, pull: Pull) -> Result<Arc<Lease>, Ended> {
         let (lease, indexes) = self.find(socket, &pull).await?;
         let sent = self.metrics.sent_bytes(shm::BACKEND);
+        // In one piece: many small ones would fill the socket, since the client takes one between two copies.
+        let mut places = BytesMut::new();
         for (index, hash) in indexes.into_iter().zip(pull.blocks) {
-            let bytes = lease.bytes(index);
+            let bytes = lease.bytes(index).len();
             let (offset, checksum) = (lease.offset(index), lease.checksum(index));
-            let place = BlockPlace { hash, bytes: bytes.len() as u32, checksum, offset };
-            send(socket, Answer::Place(place)).await?;
-            lease.touch();
-            sent.inc_by(bytes.len() as u64);
+            let place = BlockPlace { hash, bytes: bytes as u32, checksum, offset };
+            encode_frame(&ToClient { answer: Some(Answer::Place(place)) }, &mut places);
+            sent.inc_by(bytes as u64);
         }
+        write_within(socket, places, COPY).await?;
         Ok(lease)
     }
 }
@@ -344,8 +346,16 @@ async fn refuse(
     Err(Ended::Refused(message))
 }
 
-async fn write(socket: &mut (impl AsyncWrite + Unpin), mut bytes: impl Buf) -> Result<(), Ended> {
-    match tokio::time::timeout(STALL, socket.write_all_buf(&mut bytes)).await {
+async fn write(socket: &mut (impl AsyncWrite + Unpin), bytes: impl Buf) -> Result<(), Ended> {
+    write_within(socket, bytes, STALL).await
+}
+
+async fn write_within(
+    socket: &mut (impl AsyncWrite + Unpin),
+    mut bytes: impl Buf,
+    limit: Duration,
+) -> Result<(), Ended> {
+    match tokio::time::timeout(limit, socket.write_all_buf(&mut bytes)).await {
         Ok(written) => Ok(written?),
         Err(_) => Err(Ended::Stall),
     }

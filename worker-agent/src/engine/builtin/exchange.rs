@@ -194,14 +194,16 @@ impl Exchange {
         }
     }
 
-    /// The guard of blocks that the scheduler holds for a prefix, the first `here` of them with their content.
+    /// The guard of blocks that the scheduler holds for a prefix: the first `cached` of them were, the first `here` have their
+    /// content.
     pub(super) fn reservation(
         &self,
         blocks: Vec<(BlockHash, SequenceHash)>,
         table: Vec<BlockId>,
+        cached: usize,
         here: usize,
     ) -> Reservation {
-        let share = Share::new(self.reserved.clone(), table.len() - here);
+        let share = Share::new(self.reserved.clone(), table.len() - cached);
         Reservation::new(self.shared.clone(), self.arena.clone(), share, blocks, table, here)
     }
 }

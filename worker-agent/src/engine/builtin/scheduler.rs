@@ -310,6 +310,11 @@ impl Scheduler {
             let taken = self.waiting.remove(&rank).or_else(|| self.preempted.remove(&rank));
             let mut sequence = taken.expect("the head of a queue");
             sequence.reuse_cached(&mut self.pool);
+            if self.pool.has_tiers() {
+                // Making room shall not throw out what is about to come up.
+                let wanted: Vec<_> = sequence.reusable().collect();
+                self.pool.tiers_mut().touch(wanted.into_iter().rev());
+            }
             let fresh = blocks - sequence.table.len();
             self.pool.allocate(fresh, &mut sequence.table).expect("availability was checked above");
             wanted += sequence.remaining();

@@ -270,6 +270,7 @@ impl<F: Forward> Runner<F> {
         others.into_iter().for_each(|errand| self.run_errand(errand));
         // Whoever gets a reservation writes to it.
         self.make_moves();
+        self.publish_events();
         self.reserving.answer();
         let mut inbox = shared.inbox.lock();
         if inbox.closed {

@@ -177,7 +177,10 @@ impl Leases {
     pub(super) fn expire(&self, now: Instant) -> usize {
         let Some(terms) = self.terms.get() else { return 0 };
         let mut held = self.held.lock();
-        let idle = |lease: &Lease| now.saturating_duration_since(*lease.progress.lock()) > terms.lifetime;
+        // Whoever reads it now has a deadline of its own.
+        let idle = |lease: &Arc<Lease>| {
+            Arc::strong_count(lease) == 1 && now.saturating_duration_since(*lease.progress.lock()) > terms.lifetime
+        };
         let ids: Vec<u64> = held.by_id.values().filter(|lease| idle(lease)).map(|lease| lease.id).collect();
         let gone: Vec<_> = ids.into_iter().filter_map(|id| held.remove(id)).collect();
         drop(held);

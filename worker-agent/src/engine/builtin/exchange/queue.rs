@@ -82,8 +82,8 @@ impl Queue {
             return None;
         }
         let limit = if first { exchange.reservable() } else { 0 };
-        let Some((table, here)) = scheduler.reserve(&ask.blocks, limit) else { return Some(ask) };
-        self.granted.push((ask.reply, exchange.reservation(ask.blocks, table, here)));
+        let Some((table, cached, here)) = scheduler.reserve(&ask.blocks, limit) else { return Some(ask) };
+        self.granted.push((ask.reply, exchange.reservation(ask.blocks, table, cached, here)));
         None
     }
 }

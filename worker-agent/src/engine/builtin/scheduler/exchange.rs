@@ -47,10 +47,15 @@ impl Scheduler {
     }
 
     /// Holds the leading blocks that are cached or in host memory, and allocates the others, `limit` at most, for the caller to
-    /// fill; returns the table, and how many need not be filled. The moves that this leaves come before anything else is written.
+    /// fill; returns the table, how many were cached, and how many need not be filled. The moves that this leaves come before
+    /// anything else is written.
     /// As with admission, running sequences keep a block each to grow into; and while others wait for blocks there are none to
     /// reserve.
-    pub fn reserve(&mut self, blocks: &[(BlockHash, SequenceHash)], limit: usize) -> Option<(Vec<BlockId>, usize)> {
+    pub fn reserve(
+        &mut self,
+        blocks: &[(BlockHash, SequenceHash)],
+        limit: usize,
+    ) -> Option<(Vec<BlockId>, usize, usize)> {
         let prefix = self.pool.prefix(blocks.iter().map(|block| block.1));
         let missing = blocks.len() - prefix.blocks;
         // Of the last plan; whoever lacked blocks then may be gone.
@@ -61,9 +66,11 @@ impl Scheduler {
         }
         let here = blocks[..prefix.blocks].iter();
         let mut table: Vec<_> = here.filter_map(|block| self.pool.acquire(block.1)).collect();
+        // Making room shall not throw out what is about to come up.
+        self.pool.tiers_mut().touch(blocks.iter().rev().map(|block| block.1));
         self.pool.allocate(missing, &mut table).ok()?;
         let here = self.fill_from_host(blocks, &mut table, prefix.blocks);
-        Some((table, here))
+        Some((table, prefix.blocks, here))
     }
 
     /// Caches the blocks that have come, and gives all of a reservation back to the pool: they are what is evicted last.

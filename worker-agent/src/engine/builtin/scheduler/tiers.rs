@@ -68,7 +68,6 @@ impl Scheduler {
             table[index] = self.pool.commit(table[index], parent, hash, local);
             filled = index + 1;
         }
-        self.pool.tiers_mut().touch(blocks[..filled].iter().rev().map(|block| block.1));
         filled
     }
 }

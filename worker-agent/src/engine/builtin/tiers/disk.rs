@@ -4,9 +4,9 @@
 //! a process that dies leaves no half-written block. A machine that loses power may have written in another order: the
 //! checksum of a block is compared whenever it is read. Nothing is synced: what is lost is computed again.
 
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{Error, ErrorKind};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -75,10 +75,11 @@ impl Disk {
             let path = path.to_path_buf();
             move |error| DiskError::Io { path, error }
         };
-        std::fs::create_dir_all(dir).map_err(at(dir))?;
+        // Prompts of users can be told from what is kept here: it is nobody else's to read.
+        DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(at(dir))?;
         let open = |name: &str| {
             let path = dir.join(name);
-            let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
+            let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
             file.map_err(at(&path)).map(|file| (file, path))
         };
         let (lock, lock_path) = open("lock")?;

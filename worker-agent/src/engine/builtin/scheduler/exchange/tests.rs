@@ -125,7 +125,7 @@ fn hand_over(from: &mut Side, to: &mut Side, prompt: Vec<u32>) -> Option<Coming>
     let handover = handover?;
     let wanted = to.request(decode(&prompt, first)).reusable().to_vec();
     assert!(wanted.iter().map(|block| block.1).eq(handover.hashes.iter().copied()), "all full blocks of the prompt");
-    let reserved = to.scheduler.reserve(&wanted, usize::MAX).map(|(table, here)| (wanted, table, here));
+    let reserved = to.scheduler.reserve(&wanted, usize::MAX).map(|(table, _, here)| (wanted, table, here));
     Some(Coming { prompt, first, handover, reserved })
 }
 
