@@ -11,14 +11,14 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 mod mocker;
+mod remote;
 mod tiers;
 mod transfer;
-mod vllm;
 
 pub use mocker::MockerConfig;
+pub use remote::{RemoteConfig, RemoteSettings, ServerKind};
 pub use tiers::TierConfig;
 pub use transfer::{TransferConfig, TransferSettings};
-pub use vllm::{VllmConfig, VllmSettings};
 
 /// Flags of a worker.
 #[derive(Args, Clone, Debug)]
@@ -101,9 +101,9 @@ pub struct Config {
     /// The mocker
     #[command(flatten)]
     pub mocker: MockerConfig,
-    /// vLLM
+    /// A server beside this worker
     #[command(flatten)]
-    pub vllm: VllmConfig,
+    pub remote: RemoteConfig,
 }
 
 /// What computes.
@@ -115,6 +115,11 @@ pub enum EngineKind {
     Mocker,
     /// An unmodified vLLM server beside this worker.
     Vllm,
+    /// An unmodified SGLang server beside this worker. Not tested with the real engine.
+    Sglang,
+    /// An unmodified trtllm-serve beside this worker. Not tested with the real engine.
+    #[value(name = "tensorrt-llm")]
+    TensorRtLlm,
 }
 
 /// What a worker does for a request.
@@ -310,7 +315,7 @@ impl Config {
         }
         self.tiers()?;
         self.mocker.check()?;
-        self.check_vllm()
+        self.check_remote()
     }
 
     fn bind_addresses(&self, host: &str) -> Result<BindAddresses, ConfigError> {

@@ -161,6 +161,13 @@ pub trait Engine: Send + Sync + 'static {
         None
     }
 
+    /// Nobody will fetch what this lease keeps.
+    fn end_lease(&self, lease: u64) {
+        if let Some(exchange) = self.exchange() {
+            exchange.end_lease(lease);
+        }
+    }
+
     /// What its blocks are: engines with equal texts, and they alone, can exchange them. `None` where blocks cannot be moved.
     fn kv_layout(&self) -> Option<String> {
         self.exchange().map(|exchange| exchange.layout().to_string())

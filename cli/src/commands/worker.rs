@@ -1,6 +1,6 @@
-//! `armature worker`: a model, an engine on it, and the agent around the engine; of mockers any number; or a vLLM beside it.
+//! `armature worker`: a model, an engine on it, and the agent around the engine; of mockers any number; or a server beside it.
 
-mod vllm;
+mod remote;
 
 use std::io::Write;
 use std::num::NonZeroUsize;
@@ -25,8 +25,8 @@ use crate::outcome::{Failure, Outcome};
 /// Runs a worker until `shutdown`.
 pub async fn run(args: WorkerArgs, shutdown: CancellationToken) -> Outcome {
     args.agent.settings().map_err(Failure::settings)?;
-    if args.agent.engine == EngineKind::Vllm {
-        return vllm::run(args.agent, shutdown).await;
+    if args.agent.engine.server().is_some() {
+        return remote::run(args.agent, shutdown).await;
     }
     let source: ModelSource = args.model.parse().map_err(Failure::settings)?;
     let cache = Cache::from_env();

@@ -78,7 +78,8 @@ impl Migration {
     /// Takes note of tokens on their way to the client, and makes them look as if all came from one worker.
     pub(super) fn delivered(&mut self, output: &mut Output) {
         let Some(job) = &mut self.job else { return };
-        if self.moved {
+        // A first half may leave all tokens to the second.
+        if self.moved && job.request.generated > 0 {
             *output = Output {
                 token_ids: std::mem::take(&mut output.token_ids),
                 logprobs: std::mem::take(&mut output.logprobs),

@@ -3,8 +3,9 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use futures::StreamExt;
 use protocol::request_plane::{ErrorCode, Generate, Stop};
-use router::backend::{Backend, DispatchError, PrefillChoice, RouteOptions};
+use router::backend::{Backend, DispatchError, PrefillChoice, RouteOptions, StreamItem};
 use router::config::Deadlines;
 use routing::{ConditionalDisagg, Mode};
 use serde_json::json;
@@ -50,6 +51,21 @@ async fn the_decode_worker_goes_on_after_the_first_token_with_what_the_prefill_w
     assert_eq!((prefills(&cluster, "remote"), prefills(&cluster, "failed")), (1.0, 0.0));
     assert_eq!(cluster.metric("armature_router_requests_in_flight"), 0.0);
     assert_eq!(cluster.backend().decisions("r").len(), 2);
+}
+
+#[tokio::test]
+async fn a_prefill_worker_may_leave_the_first_token_to_the_decode_worker() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let (prefill, decode) = halves(&cluster).await;
+    prefill.behave(Behaviour::HandOverAtOnce);
+    let tokens = prompt(1, 3);
+    let mut routed = cluster.generate(&tokens).await.expect("routed");
+    let Some(Ok(StreamItem::Output(first))) = routed.stream.next().await else { panic!("no first token") };
+    assert_eq!((first.token_ids, first.first, first.prompt_blocks), (vec![1], true, 3), "it is the answer's first");
+    assert_eq!(drain(routed).await, (vec![2, 3], Ok(())));
+    let second = &decode.requests()[0];
+    assert_eq!((second.generated, second.disaggregated_params.as_str()), (0, "kept by p"));
+    assert_eq!((&second.token_ids, prefills(&cluster, "remote")), (&tokens, 1.0));
 }
 
 #[tokio::test]

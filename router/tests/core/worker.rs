@@ -73,6 +73,8 @@ impl Life {
 pub enum Behaviour {
     /// Three tokens in all, and the end; where only the prompt is wanted, the first one, and what is to be told the next worker.
     Answer,
+    /// Like [`Self::Answer`], but where only the prompt is wanted, no token.
+    HandOverAtOnce,
     /// One token, and the end of the answer.
     EndAtFirst,
     /// A refusal.
@@ -595,14 +597,17 @@ impl Connection {
                 let end = Finished { reason, prompt_tokens, completion_tokens, ..Finished::default() };
                 self.put(id, Body::Finished(end));
             }
-            Behaviour::Answer if prefill_only => {
-                self.put(id, output(generated + 1));
+            Behaviour::Answer | Behaviour::HandOverAtOnce if prefill_only => {
+                let tokens = u32::from(behaviour == Behaviour::Answer);
+                if tokens > 0 {
+                    self.put(id, output(generated + 1));
+                }
                 let disaggregated_params = self.state.lock().keeps.then(|| format!("kept by {}", self.life.name));
                 self.put(
                     id,
                     Body::Finished(Finished {
                         prompt_tokens,
-                        completion_tokens: generated + 1,
+                        completion_tokens: generated + tokens,
                         disaggregated_params: disaggregated_params.unwrap_or_default(),
                         ..Finished::default()
                     }),
@@ -619,7 +624,7 @@ impl Connection {
                 }
                 self.put(id, Body::Failed(Failed { code: any(&mut rng).cast_signed(), message: String::new() }));
             }
-            Behaviour::DieBeforeEnd | Behaviour::Answer => {
+            Behaviour::DieBeforeEnd | Behaviour::Answer | Behaviour::HandOverAtOnce => {
                 for token in generated + 1..=3 {
                     self.put(id, output(token));
                 }

@@ -61,14 +61,15 @@ fn each_wrong_value_gets_one_line_that_names_it() {
         (&["--mocker-answer-tokens", "0.5"], "--mocker-answer-tokens \"0.5\": must be at least 1"),
         (&["--mocker-workers", "0"], "--mocker-workers \"0\": must be from 1 to 10000"),
         (&["--engine", "vllm"], "--engine vllm needs --model-path"),
+        (&["--engine", "tensorrt-llm"], "--engine tensorrt-llm needs --model-path"),
         (&["--model-path", "m"], "--model-path needs --engine vllm"),
         (
             &["--engine", "vllm", "--model-path", "m", "--vllm-url", "https://a:1"],
-            "--vllm-url \"https://a:1\": must be http://HOST:PORT",
+            "--engine-url \"https://a:1\": must be http://HOST:PORT",
         ),
         (
             &["--engine", "vllm", "--model-path", "m", "--vllm-block-size", "0"],
-            "--vllm-block-size \"0\": must be at least 1",
+            "--engine-block-size \"0\": must be at least 1",
         ),
     ] {
         let error = with(flags).expect_err(line);
@@ -126,7 +127,7 @@ fn the_mocker_s_times_are_its_profile_s_unless_given() {
 fn vllm_is_asked_where_it_is_and_listens_to_only_as_far_as_needed() {
     let settings = |args: &[&str]| {
         let base = ["worker", "--name", "v", "--engine", "vllm", "--model-path", "m"];
-        Cli::try_parse_from([&base[..], args].concat()).expect("flags").config.vllm_settings().expect("valid")
+        Cli::try_parse_from([&base[..], args].concat()).expect("flags").config.remote_settings().expect("valid")
     };
     let beside = settings(&["--vllm-kv-events", "tcp://*:5557;replay=tcp://127.0.0.1:5558"]);
     assert_eq!((beside.url.as_str(), beside.events_bind.is_loopback()), ("http://127.0.0.1:8000", true));

@@ -1,4 +1,4 @@
-//! An engine that is an HTTP server beside the agent, and stays as it is: vLLM now, others by their `Dialect`.
+//! An engine that is an HTTP server beside the agent, and stays as it is: vLLM, SGLang, TensorRT-LLM, by their [`Dialect`].
 //!
 //! Tokens go in and come out; what a server calls things is its dialect's business. Its KV events are read as it publishes them
 //! and told on as if they had happened here. When the server is lost, so is this engine: its requests end in a way that lets
@@ -10,11 +10,16 @@ mod dialect;
 mod http;
 mod load;
 pub mod metrics;
+mod poll;
+mod ready;
 mod request;
+mod sglang;
 mod sse;
-pub mod vllm;
+mod trtllm;
+mod vllm;
 mod watch;
 
+use std::collections::HashMap;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -24,7 +29,7 @@ use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use protocol::request_plane::Generate;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::{Notify, Semaphore, oneshot};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::{ArenaEvent, Engine, EngineInfo, EngineLoad, EngineOutput, SubmitError};
@@ -33,6 +38,7 @@ use dialect::Dialect;
 use http::Server;
 use load::Load;
 use metrics::RemoteMetrics;
+pub use ready::{ConnectError, Ready, wait};
 pub use watch::NotReady;
 
 /// What an engine of this kind needs to know beside its dialect.
@@ -77,6 +83,8 @@ struct Shared {
     /// Requests so far.
     numbers: AtomicU64,
     held: Mutex<Held>,
+    /// Requests whose KV is being fetched from here, by their lease: dropping one gives it up.
+    leases: Mutex<HashMap<u64, oneshot::Sender<()>>>,
     metrics: RemoteMetrics,
     /// Somebody has reason to believe that the server is lost.
     suspect: Notify,
@@ -103,6 +111,7 @@ impl Remote {
             load: Load::default(),
             numbers: AtomicU64::new(0),
             held: Mutex::new(Held::new(block_size)),
+            leases: Mutex::default(),
             metrics,
             suspect: Notify::new(),
             lost: CancellationToken::new(),
@@ -124,6 +133,10 @@ impl Remote {
             };
             tokio::spawn(stop.clone().run_until_cancelled_owned(following));
         }
+        if let Some(call) = shared.dialect.events_call() {
+            let polling = poll::run(shared.clone(), call, options.dp_rank);
+            tokio::spawn(stop.clone().run_until_cancelled_owned(polling));
+        }
         Self { shared, events: Mutex::new(Some(receiver)), _stop: stop.drop_guard() }
     }
 
@@ -144,7 +157,7 @@ impl Engine for Remote {
         if shared.lost.is_cancelled() {
             return Err(SubmitError::Stopped);
         }
-        let request = request::Checked::new(request, &shared.info)?;
+        let request = request::Checked::new(request, &shared.info, shared.dialect.prefill_generates())?;
         let place = shared.places.clone().try_acquire_owned();
         let place = place.map_err(|_| SubmitError::Overloaded(shared.max_requests))?;
         let (outputs, receiver) = unbounded_channel();
@@ -158,6 +171,10 @@ impl Engine for Remote {
 
     fn take_events(&self) -> Option<UnboundedReceiver<ArenaEvent>> {
         self.events.lock().take()
+    }
+
+    fn end_lease(&self, lease: u64) {
+        self.shared.leases.lock().remove(&lease);
     }
 
     fn kv_layout(&self) -> Option<String> {

@@ -297,9 +297,9 @@ impl Connection {
         if self.streams.cancel(id) {
             return;
         }
-        match (self.streams.take_lease(id), self.service.engine.exchange()) {
-            (Some(lease), Some(exchange)) => exchange.end_lease(lease),
-            _ => self.bulk.cancel(id),
+        match self.streams.take_lease(id) {
+            Some(lease) => self.service.engine.end_lease(lease),
+            None => self.bulk.cancel(id),
         }
     }
 

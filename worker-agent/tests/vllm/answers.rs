@@ -8,7 +8,7 @@ use crate::server::*;
 
 #[tokio::test]
 async fn a_request_is_said_in_full_and_its_tokens_come_back() {
-    let mut vllm = Vllm::start().await;
+    let mut vllm = Server::start(Make::Vllm).await;
     let (engine, _) = vllm.engine(&["--vllm-priority", "--vllm-dp-rank", "0"]).await;
     let info = engine.info();
     assert_eq!((info.block_size.get(), info.total_blocks, info.context_length), (BLOCK, 100, 2048));
@@ -88,7 +88,7 @@ async fn a_request_is_said_in_full_and_its_tokens_come_back() {
 
 #[tokio::test]
 async fn a_stream_that_goes_on_asks_for_what_is_left() {
-    let mut vllm = Vllm::start().await;
+    let mut vllm = Server::start(Make::Vllm).await;
     let (engine, _) = vllm.engine(&[]).await;
     let stop = Stop { max_tokens: 10, min_tokens: 4, ..Stop::default() };
     let penalties = Sampling { presence_penalty: 0.5, frequency_penalty: 0.25, ..Sampling::default() };
@@ -106,7 +106,7 @@ async fn a_stream_that_goes_on_asks_for_what_is_left() {
 
 #[tokio::test]
 async fn each_end_has_its_reason_and_what_only_signals_it_is_not_delivered() {
-    let mut vllm = Vllm::start().await;
+    let mut vllm = Server::start(Make::Vllm).await;
     let (engine, _) = vllm.engine(&[]).await;
     for (last, reason, stop, expected, delivered) in [
         (EOS, "stop", Value::Null, FinishReason::Eos, &[20][..]),
@@ -130,7 +130,7 @@ async fn each_end_has_its_reason_and_what_only_signals_it_is_not_delivered() {
 
 #[tokio::test]
 async fn an_answer_may_be_empty() {
-    let mut vllm = Vllm::start().await;
+    let mut vllm = Server::start(Make::Vllm).await;
     let (engine, _) = vllm.engine(&[]).await;
     let outputs = ask(&engine, request(0..4, 9));
     vllm.asked().await.stream().end(&[EOS], "stop", Value::Null);
@@ -140,7 +140,7 @@ async fn an_answer_may_be_empty() {
 
 #[tokio::test]
 async fn a_request_that_fails_is_told_why() {
-    let mut vllm = Vllm::start().await;
+    let mut vllm = Server::start(Make::Vllm).await;
     let (engine, _) = vllm.engine(&[]).await;
     let error = |code: u16| json!({"error": {"message": "no good", "type": "x", "code": code}});
     for (status, expected) in [
@@ -178,7 +178,7 @@ async fn a_request_that_fails_is_told_why() {
 
 #[tokio::test]
 async fn an_answer_that_breaks_off_is_not_an_end() {
-    let mut vllm = Vllm::start().await;
+    let mut vllm = Server::start(Make::Vllm).await;
     let (engine, _) = vllm.engine(&[]).await;
     let outputs = ask(&engine, request(0..4, 9));
     let events = vllm.asked().await.stream();
@@ -192,7 +192,7 @@ async fn an_answer_that_breaks_off_is_not_an_end() {
 
 #[tokio::test]
 async fn a_server_that_says_nothing_is_waited_for_no_longer_than_set() {
-    let mut vllm = Vllm::start().await;
+    let mut vllm = Server::start(Make::Vllm).await;
     let (engine, _) = vllm.engine(&["--vllm-first-token-s-max", "1", "--vllm-token-s-max", "1"]).await;
     let outputs = ask(&engine, request(0..4, 9));
     let silent = vllm.asked().await;
@@ -215,7 +215,7 @@ async fn a_server_that_says_nothing_is_waited_for_no_longer_than_set() {
 
 #[tokio::test]
 async fn a_request_that_nobody_waits_for_is_given_up_at_the_server() {
-    let mut vllm = Vllm::start().await;
+    let mut vllm = Server::start(Make::Vllm).await;
     let (engine, _) = vllm.engine(&["--vllm-max-num-seqs", "1", "--vllm-max-waiting", "1"]).await;
     let queued = ask(&engine, request(0..4, 9));
     let before = vllm.asked().await;
@@ -237,7 +237,7 @@ async fn a_request_that_nobody_waits_for_is_given_up_at_the_server() {
 
 #[tokio::test]
 async fn what_cannot_be_is_refused_before_the_server_hears_of_it() {
-    let vllm = Vllm::start().await;
+    let vllm = Server::start(Make::Vllm).await;
     let (engine, _) = vllm.engine(&[]).await;
     for bad in [
         request([], 9),
@@ -252,7 +252,7 @@ async fn what_cannot_be_is_refused_before_the_server_hears_of_it() {
 
 #[tokio::test]
 async fn the_load_is_what_the_server_says_and_what_it_was_sent() {
-    let mut vllm = Vllm::start().await;
+    let mut vllm = Server::start(Make::Vllm).await;
     vllm.say_metrics("vllm:num_requests_running{engine=\"0\"} 3\nvllm:num_requests_waiting{engine=\"0\"} 2\n");
     vllm.say_metrics("vllm:kv_cache_usage_perc{engine=\"0\"} 0.5\n");
     let (engine, _) = vllm.engine(&[]).await;

@@ -10,7 +10,7 @@ use worker_agent::engine::{ArenaEvent, Engine, EngineOutput};
 use crate::server::*;
 
 struct Pair {
-    vllm: Vllm,
+    vllm: Server,
     publisher: Publisher,
     engine: Remote,
     metrics: RemoteMetrics,
@@ -27,7 +27,7 @@ enum Told {
 
 impl Pair {
     async fn start(replay: bool) -> Self {
-        let (publisher, vllm) = (Publisher::bind().await, Vllm::start().await);
+        let (publisher, vllm) = (Publisher::bind().await, Server::start(Make::Vllm).await);
         let source = match replay {
             true => format!("{};replay={}", publisher.address, publisher.replay),
             false => publisher.address.clone(),
@@ -35,7 +35,7 @@ impl Pair {
         Self::with(publisher, vllm, &source).await
     }
 
-    async fn with(publisher: Publisher, vllm: Vllm, source: &str) -> Self {
+    async fn with(publisher: Publisher, vllm: Server, source: &str) -> Self {
         let (engine, metrics) = vllm.engine(&["--vllm-kv-events", source]).await;
         let events = engine.take_events().expect("taken once");
         let mut pair = Self { vllm, publisher, engine, metrics, events };
@@ -162,7 +162,7 @@ async fn vllm_may_connect_to_the_worker() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     let port = listener.local_addr().expect("bound").port();
     drop(listener);
-    let vllm = Vllm::start().await;
+    let vllm = Server::start(Make::Vllm).await;
     let (engine, metrics) = vllm.engine(&["--vllm-kv-events", &format!("tcp://*:{port}")]).await;
     let events = engine.take_events().expect("taken once");
     let publisher = Publisher::connect(&format!("tcp://127.0.0.1:{port}")).await;

@@ -24,7 +24,7 @@ fn second_half(prompt: usize, kv: &Value) -> Generate {
 
 #[tokio::test]
 async fn a_prefill_computes_one_token_and_tells_where_the_kv_is() {
-    let mut vllm = Vllm::start().await;
+    let mut vllm = Server::start(Make::Vllm).await;
     let (engine, _) = vllm.engine(&[]).await;
     let outputs = ask(&engine, Generate { prefill_only: true, ..request(0..70, 9) });
     let asked = vllm.asked().await;
@@ -44,7 +44,7 @@ async fn a_prefill_computes_one_token_and_tells_where_the_kv_is() {
 
 #[tokio::test]
 async fn a_prompt_that_ends_at_its_first_token_is_not_handed_over() {
-    let mut vllm = Vllm::start().await;
+    let mut vllm = Server::start(Make::Vllm).await;
     let (engine, _) = vllm.engine(&[]).await;
     let outputs = ask(&engine, Generate { prefill_only: true, ..request(0..70, 9) });
     vllm.asked().await.answer(200, json!({"choices": [{"token_ids": [EOS], "finish_reason": "stop"}]}));
@@ -67,7 +67,7 @@ async fn a_prompt_that_ends_at_its_first_token_is_not_handed_over() {
 
 #[tokio::test]
 async fn the_other_half_passes_on_what_it_was_given() {
-    let mut vllm = Vllm::start().await;
+    let mut vllm = Server::start(Make::Vllm).await;
     let (engine, metrics) = vllm.engine(&[]).await;
     let outputs = ask(&engine, second_half(70, &params(70)));
     let asked = vllm.asked().await;
@@ -81,7 +81,7 @@ async fn the_other_half_passes_on_what_it_was_given() {
 
 #[tokio::test]
 async fn a_prompt_of_whole_blocks_is_fetched_by_a_request_of_its_own() {
-    let mut vllm = Vllm::start().await;
+    let mut vllm = Server::start(Make::Vllm).await;
     let (engine, metrics) = vllm.engine(&[]).await;
     for fetched in [true, false] {
         let outputs = ask(&engine, second_half(64, &params(64)));
@@ -105,7 +105,7 @@ async fn a_prompt_of_whole_blocks_is_fetched_by_a_request_of_its_own() {
 
 #[tokio::test]
 async fn what_cannot_be_fetched_is_computed() {
-    let mut vllm = Vllm::start().await;
+    let mut vllm = Server::start(Make::Vllm).await;
     let (engine, metrics) = vllm.engine(&[]).await;
     // The transfer fails: vLLM ends the request with an error, before its first token.
     let outputs = ask(&engine, second_half(70, &params(70)));

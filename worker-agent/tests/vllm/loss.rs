@@ -12,14 +12,14 @@ use worker_agent::agent::{self, Listeners, ModelInfo};
 use worker_agent::config::Config;
 use worker_agent::drain::Drain;
 use worker_agent::engine::remote::metrics::RemoteMetrics;
-use worker_agent::engine::remote::vllm::{ConnectError, wait};
+use worker_agent::engine::remote::{ConnectError, wait};
 use worker_agent::engine::{Engine, SubmitError};
 
 use crate::server::*;
 
 #[tokio::test]
 async fn a_killed_server_ends_its_streams_so_that_they_can_go_on_elsewhere() {
-    let (mut vllm, mut publisher) = (Vllm::start().await, Publisher::bind().await);
+    let (mut vllm, mut publisher) = (Server::start(Make::Vllm).await, Publisher::bind().await);
     let (engine, metrics) = vllm.engine(&["--vllm-kv-events", &publisher.address]).await;
     let mut events = engine.take_events().expect("taken once");
     publisher.subscribed(&engine).await;
@@ -48,7 +48,7 @@ async fn a_killed_server_ends_its_streams_so_that_they_can_go_on_elsewhere() {
 
 #[tokio::test]
 async fn one_that_says_that_it_is_ill_is_lost_and_one_slow_answer_says_nothing() {
-    let vllm = Vllm::start().await;
+    let vllm = Server::start(Make::Vllm).await;
     let (engine, metrics) = vllm.engine(&[]).await;
     vllm.say_health(StatusCode::SERVICE_UNAVAILABLE);
     until("a check that fails", || metrics.failed_checks.get() > 0).await;
@@ -63,7 +63,7 @@ async fn one_that_says_that_it_is_ill_is_lost_and_one_slow_answer_says_nothing()
 
 #[tokio::test]
 async fn a_server_that_starts_is_waited_for_and_one_that_does_not_is_named() {
-    let vllm = Vllm::start().await;
+    let vllm = Server::start(Make::Vllm).await;
     vllm.say_health(StatusCode::SERVICE_UNAVAILABLE);
     let settings = vllm.settings(&["--vllm-start-s-max", "1"]);
     let failed = wait(&settings).await.err().expect("it is not ready");
@@ -78,7 +78,7 @@ async fn a_server_that_starts_is_waited_for_and_one_that_does_not_is_named() {
 
 #[tokio::test]
 async fn what_the_server_does_not_tell_is_a_flag() {
-    let vllm = Vllm::start().await;
+    let vllm = Server::start(Make::Vllm).await;
     // A page of metrics of another make.
     let other = vllm.settings(&["--vllm-block-size", "64", "--vllm-kv-blocks", "7", "--vllm-context-length", "99"]);
     let ready = wait(&other).await.expect("it is ready");
@@ -87,7 +87,7 @@ async fn what_the_server_does_not_tell_is_a_flag() {
     assert_eq!((info.block_size.get(), info.total_blocks, info.context_length), (64, 7, 99));
     vllm.forget_metrics();
     let failed = wait(&vllm.settings(&[])).await.err().expect("unknown");
-    assert!(matches!(failed, ConnectError::Untold { flag: "--vllm-block-size", .. }), "{failed}");
+    assert!(matches!(failed, ConnectError::Untold { flag: "--engine-block-size", .. }), "{failed}");
 }
 
 #[tokio::test]
@@ -97,7 +97,7 @@ async fn a_worker_whose_server_is_killed_leaves() {
         #[command(flatten)]
         config: Config,
     }
-    let vllm = Vllm::start().await;
+    let vllm = Server::start(Make::Vllm).await;
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().to_str().expect("UTF-8");
     let file = ["worker", "--name", "w", "--discovery-backend", "file", "--discovery-dir", path];

@@ -1,4 +1,4 @@
-//! A server that speaks as vLLM does and does what the test says, and the engine that uses it.
+//! A server that speaks as vLLM or another engine does and does what the test says, and the engine that uses it.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use axum::extract::State;
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, Uri, header};
 use axum::response::Response;
 use axum::routing::{get, post};
 use clap::Parser;
@@ -21,10 +21,10 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinHandle, JoinSet};
-use worker_agent::config::{Config, VllmSettings};
+use worker_agent::config::{Config, RemoteSettings};
 use worker_agent::engine::remote::Remote;
 use worker_agent::engine::remote::metrics::RemoteMetrics;
-use worker_agent::engine::remote::vllm::wait;
+use worker_agent::engine::remote::wait;
 use worker_agent::engine::{Engine, EngineOutput};
 use zeromq::{PubSocket, RouterSocket, Socket, SocketRecv, SocketSend, ZmqMessage};
 
@@ -52,8 +52,46 @@ pub async fn until(what: &str, mut condition: impl FnMut() -> bool) {
     .await;
 }
 
+/// What the server speaks as.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Make {
+    Vllm,
+    TensorRtLlm,
+    /// With this `disaggregation_mode`.
+    Sglang(&'static str),
+}
+
+impl Make {
+    /// Flags of a worker beside it.
+    fn flags(self) -> &'static [&'static str] {
+        match self {
+            Self::Vllm => &["--engine", "vllm"],
+            Self::Sglang(_) => &["--engine", "sglang", "--host", "10.0.0.7"],
+            Self::TensorRtLlm => &[
+                "--engine",
+                "tensorrt-llm",
+                "--engine-block-size",
+                "32",
+                "--engine-kv-blocks",
+                "100",
+                "--engine-context-length",
+                "2048",
+            ],
+        }
+    }
+
+    /// Its first page of metrics.
+    fn metrics(self) -> &'static str {
+        match self {
+            Self::Vllm => "vllm:cache_config_info{block_size=\"32\",num_gpu_blocks=\"100\"} 1.0\n",
+            Self::TensorRtLlm | Self::Sglang(_) => "[]",
+        }
+    }
+}
+
 /// A request that reached the server.
 pub struct Asked {
+    pub path: String,
     pub body: Value,
     pub headers: HeaderMap,
     answer: oneshot::Sender<Response>,
@@ -119,40 +157,58 @@ impl Events {
 struct Shared {
     asked: mpsc::UnboundedSender<Asked>,
     metrics: Mutex<String>,
+    /// KV events that nobody has asked for yet.
+    events: Mutex<Vec<Value>>,
     health: Mutex<StatusCode>,
 }
 
 /// The server; dropping it ends all its connections, as a killed process does.
-pub struct Vllm {
+pub struct Server {
+    make: Make,
     pub address: SocketAddr,
     asked: mpsc::UnboundedReceiver<Asked>,
     shared: Arc<Shared>,
     serving: JoinHandle<()>,
 }
 
-impl Drop for Vllm {
+impl Drop for Server {
     fn drop(&mut self) {
         self.serving.abort();
     }
 }
 
-impl Vllm {
-    pub async fn start() -> Self {
+impl Server {
+    pub async fn start(make: Make) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound");
         let (sender, asked) = mpsc::unbounded_channel();
-        let metrics = "vllm:cache_config_info{block_size=\"32\",num_gpu_blocks=\"100\"} 1.0\n".to_owned();
-        let (metrics, health) = (Mutex::new(metrics), Mutex::new(StatusCode::OK));
-        let shared = Arc::new(Shared { asked: sender, metrics, health });
-        let model =
-            json!({"data": [{"id": "lora", "parent": "m"}, {"id": "m", "parent": null, "max_model_len": 2048}]});
+        let (metrics, health) = (Mutex::new(make.metrics().to_owned()), Mutex::new(StatusCode::OK));
+        let shared = Arc::new(Shared { asked: sender, metrics, events: Mutex::default(), health });
+        let model = json!({"data": [{"id": "lora", "parent": "m", "max_model_len": 2048},
+                {"id": "m", "parent": null, "max_model_len": 2048}]});
         let routes = axum::Router::new()
             .route("/health", get(async |State(shared): State<Arc<Shared>>| *shared.health.lock()))
-            .route("/v1/models", get(async move || model.to_string()))
             .route("/metrics", get(async |State(shared): State<Arc<Shared>>| shared.metrics.lock().clone()))
-            .route("/v1/completions", post(completions))
-            .with_state(shared.clone());
-        Self { address, asked, shared, serving: tokio::spawn(serve(listener, routes)) }
+            .route("/v1/completions", post(asked_for));
+        let routes = match make {
+            Make::Vllm => routes.route("/v1/models", get(async move || model.to_string())),
+            Make::TensorRtLlm => routes
+                .route("/v1/models", get(async || json!({"object": "list", "data": [{"id": "m"}]}).to_string()))
+                .route("/kv_cache_events", post(kv_cache_events)),
+            Make::Sglang(mode) => {
+                let info = json!({"model_path": "org/m", "served_model_name": "m", "page_size": 32, "context_length": null,
+                    "max_total_num_tokens": 3200, "dp_size": 1, "disaggregation_mode": mode,
+                    "disaggregation_bootstrap_port": 8997});
+                routes
+                    .route("/v1/models", get(async move || model.to_string()))
+                    .route("/get_server_info", get(async move || info.to_string()))
+                    .route("/get_load", get(async |State(shared): State<Arc<Shared>>| shared.metrics.lock().clone()))
+                    .route("/generate", post(asked_for))
+                    .route("/abort_request", post(asked_for))
+            }
+        };
+        let serving = tokio::spawn(serve(listener, routes.with_state(shared.clone())));
+        Self { make, address, asked, shared, serving }
     }
 
     /// The next request.
@@ -167,6 +223,16 @@ impl Vllm {
     /// Its page of metrics is empty from now on.
     pub fn forget_metrics(&self) {
         self.shared.metrics.lock().clear();
+    }
+
+    /// Replaces the page of metrics.
+    pub fn set_metrics(&self, page: &str) {
+        *self.shared.metrics.lock() = page.to_owned();
+    }
+
+    /// Whoever asks next is told of these.
+    pub fn say_events(&self, events: impl IntoIterator<Item = Value>) {
+        self.shared.events.lock().extend(events);
     }
 
     pub fn say_health(&self, status: StatusCode) {
@@ -186,15 +252,16 @@ impl Vllm {
         .await;
     }
 
-    pub fn settings(&self, more: &[&str]) -> VllmSettings {
+    pub fn settings(&self, more: &[&str]) -> RemoteSettings {
         #[derive(Parser)]
         struct Cli {
             #[command(flatten)]
             config: Config,
         }
         let url = format!("http://{}", self.address);
-        let base = ["worker", "--name", "w", "--engine", "vllm", "--model-path", "m", "--vllm-url", &url];
-        Cli::parse_from([&base[..], more].concat()).config.vllm_settings().expect("valid")
+        // By its first name, which goes on to work.
+        let base = ["worker", "--name", "w", "--model-path", "m", "--vllm-url", &url];
+        Cli::parse_from([&base[..], self.make.flags(), more].concat()).config.remote_settings().expect("valid")
     }
 
     pub async fn engine(&self, more: &[&str]) -> (Remote, RemoteMetrics) {
@@ -206,10 +273,15 @@ impl Vllm {
     }
 }
 
-async fn completions(State(shared): State<Arc<Shared>>, headers: HeaderMap, body: String) -> Response {
+/// As `trtllm-serve` does: what has been told is forgotten.
+async fn kv_cache_events(State(shared): State<Arc<Shared>>) -> String {
+    Value::Array(std::mem::take(&mut *shared.events.lock())).to_string()
+}
+
+async fn asked_for(State(shared): State<Arc<Shared>>, uri: Uri, headers: HeaderMap, body: String) -> Response {
     let (answer, answered) = oneshot::channel();
     let body = serde_json::from_str(&body).expect("JSON");
-    shared.asked.send(Asked { body, headers, answer }).expect("the test runs");
+    shared.asked.send(Asked { path: uri.path().to_owned(), body, headers, answer }).ok().expect("the test runs");
     // A test that drops it leaves the request without an answer.
     answered.await.unwrap_or_default()
 }

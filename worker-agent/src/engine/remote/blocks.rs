@@ -13,6 +13,7 @@ use protocol::kv_event::{KvCacheEventData, StorageTier};
 use protocol::vllm_events::{EventBatch, Refused, Translated, Translator};
 
 use super::Shared;
+use super::dialect::{Told, ToldBlock, ToldEvent};
 use crate::engine::ArenaEvent;
 
 /// All blocks are gone, in every tier.
@@ -30,6 +31,9 @@ pub(super) struct Held {
     children: HashMap<Place, EngineHash>,
 }
 
+/// All tiers, fastest first.
+const TIERS: [Tier; 4] = [Tier::Device, Tier::Host, Tier::Disk, Tier::Shared];
+
 /// The block before, and the hash of the tokens.
 type Place = (Option<EngineHash>, BlockHash);
 
@@ -41,6 +45,11 @@ impl Held {
     /// Blocks on the device.
     pub(super) fn on_device(&self) -> usize {
         self.tiers[Tier::Device as usize].len()
+    }
+
+    /// Whether nothing is held.
+    fn is_empty(&self) -> bool {
+        self.tiers.iter().all(HashMap::is_empty)
     }
 
     /// Nothing is held.
@@ -95,6 +104,24 @@ impl Held {
         }
     }
 
+    /// The tier of a block, the fastest one if there are several.
+    fn tier_of(&self, block: EngineHash) -> Option<Tier> {
+        TIERS.into_iter().find(|&tier| self.tiers[tier as usize].contains_key(&block))
+    }
+
+    /// Moves a block to another tier; gives back what is to be told of it.
+    fn transfer(&mut self, block: EngineHash, to: Tier) -> Vec<ArenaEvent> {
+        let Some(from) = self.tier_of(block).filter(|&from| from != to) else { return Vec::new() };
+        let (parent, local) = self.tiers[from as usize][&block];
+        let stored = vec![StoredBlock { engine: block, local }];
+        self.store(to, parent, &stored);
+        self.remove(from, block);
+        vec![
+            ArenaEvent { tier: to, data: KvEventData::Stored { parent, blocks: stored } },
+            ArenaEvent { tier: from, data: KvEventData::Removed { blocks: vec![block] } },
+        ]
+    }
+
     fn remove(&mut self, tier: Tier, block: EngineHash) -> bool {
         let Some(place) = self.tiers[tier as usize].remove(&block) else { return false };
         if tier == Tier::Device && self.children.get(&place) == Some(&block) {
@@ -144,6 +171,95 @@ impl Listener {
         if !std::mem::replace(&mut self.warned, true) {
             let ours = self.shared.info.block_size.get();
             tracing::warn!(theirs, ours, "the engine's KV blocks are of another size than it said");
+        }
+    }
+}
+
+/// Takes the events that a server was asked for.
+pub(super) struct PolledBlocks {
+    shared: Arc<Shared>,
+    dp_rank: u32,
+    /// Number of the next event.
+    next: Option<u64>,
+    /// The widest window so far.
+    window: u64,
+}
+
+impl PolledBlocks {
+    pub(super) fn new(shared: Arc<Shared>, dp_rank: u32) -> Self {
+        Self { shared, dp_rank, next: None, window: 0 }
+    }
+
+    pub(super) fn take(&mut self, told: Vec<Told>) {
+        for told in told {
+            if self.next.is_some_and(|next| next != told.number) {
+                self.shared.metrics.event_gaps.inc();
+                self.forget();
+            }
+            self.next = Some(told.number.wrapping_add(1));
+            self.window = self.window.max(told.window);
+            if told.window < self.window {
+                self.shared.metrics.refused("other window").inc();
+                continue;
+            }
+            // Without ranks there is one.
+            if told.dp_rank.unwrap_or(self.dp_rank) == self.dp_rank {
+                self.apply(told.event);
+            } else {
+                self.shared.metrics.refused("other rank").inc();
+            }
+        }
+    }
+
+    fn forget(&self) {
+        self.shared.metrics.event_resyncs.inc();
+        self.shared.held.lock().clear();
+        self.shared.tell(cleared());
+    }
+
+    fn apply(&self, event: ToldEvent) {
+        match event {
+            ToldEvent::Created if self.shared.held.lock().is_empty() => {}
+            ToldEvent::Created => self.forget(),
+            ToldEvent::Stored { parent, blocks } => self.store(parent, blocks),
+            ToldEvent::Removed(blocks) => {
+                for block in blocks {
+                    let Some(tier) = self.shared.held.lock().tier_of(block) else { continue };
+                    self.put(tier, KvEventData::Removed { blocks: vec![block] });
+                }
+            }
+            ToldEvent::Moved { block, to } => {
+                let told = self.shared.held.lock().transfer(block, to);
+                told.into_iter().for_each(|event| self.shared.tell(event));
+            }
+            ToldEvent::Useless(reason) => _ = self.shared.metrics.refused(reason).inc(),
+        }
+    }
+
+    /// Whole blocks, as far as each follows the one before; the server also tells of the part of a block.
+    fn store(&self, mut parent: Option<EngineHash>, blocks: Vec<ToldBlock>) {
+        let size = self.shared.info.block_size.get();
+        for block in blocks {
+            let Some(tokens) = block.tokens else {
+                self.shared.metrics.refused("not only tokens").inc();
+                return;
+            };
+            if tokens.len() != size {
+                self.shared.metrics.refused("partial block").inc();
+                return;
+            }
+            let local = HashSpace::default().block(&tokens, &[]);
+            let blocks = vec![StoredBlock { engine: block.hash, local }];
+            self.put(block.tier, KvEventData::Stored { parent, blocks });
+            parent = Some(block.hash);
+        }
+    }
+
+    fn put(&self, tier: Tier, data: KvEventData) {
+        let told = self.shared.held.lock().apply(tier, data);
+        match told {
+            Ok(event) => event.into_iter().for_each(|event| self.shared.tell(event)),
+            Err(UnknownParent) => _ = self.shared.metrics.refused("unknown parent").inc(),
         }
     }
 }

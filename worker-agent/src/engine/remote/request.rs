@@ -10,17 +10,23 @@ use std::time::Duration;
 use hyper::body::Incoming;
 use kv_hashing::HashSpace;
 use protocol::request_plane::{ErrorCode, FinishReason, Generate, TokenLogprobs};
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use tokio::time::Instant;
 
 use super::Shared;
-use super::dialect::{Call, End, Piece, Refusal};
+use super::dialect::{Call, Calls, End, HandOver, Piece, Refusal};
 use super::http::{self, HttpError, Stage};
 use super::sse::Events;
 use crate::engine::{EngineInfo, EngineOutput, Finish, Prefilled, SubmitError};
 
 /// Time for bringing KV here from another server; then it is computed.
 const FETCH: Duration = Duration::from_secs(60);
+
+/// Time for another server to fetch KV from here, its wait for a place included.
+const LEASE: Duration = Duration::from_secs(300);
+/// Time for the server to hear that a request is given up.
+const ABORT: Duration = Duration::from_secs(2);
 
 /// A request that the server can be asked.
 #[derive(Debug)]
@@ -33,7 +39,7 @@ pub(super) struct Checked {
 
 impl Checked {
     /// Checks what would make the server's answer a riddle; the rest it checks itself.
-    pub(super) fn new(mut request: Generate, info: &EngineInfo) -> Result<Self, SubmitError> {
+    pub(super) fn new(mut request: Generate, info: &EngineInfo, prefill_generates: bool) -> Result<Self, SubmitError> {
         let invalid = |message: String| Err(SubmitError::Invalid(message));
         let (count, context) = (request.token_ids.len(), info.context_length);
         let generated = request.generated as usize;
@@ -53,8 +59,8 @@ impl Checked {
         stop.strings.retain(|string| !string.is_empty());
         // Whoever generated the first token delivered them.
         request.prompt_logprobs &= generated == 0;
-        // An answer of one token ends with it: nobody goes on.
-        request.prefill_only &= stop.max_tokens > 1;
+        // An answer of one token ends with it: nobody goes on, unless it is the other half that generates it.
+        request.prefill_only &= stop.max_tokens > 1 || !prefill_generates;
         Ok(Self { request, prompt_tokens: count - generated })
     }
 }
@@ -66,21 +72,117 @@ pub(super) async fn run(
     outputs: UnboundedSender<EngineOutput>,
     _place: OwnedSemaphorePermit,
 ) {
+    let number = shared.numbers.fetch_add(1, Ordering::Relaxed);
+    let calls = match shared.dialect.calls(&checked.request, number) {
+        Ok(calls) => calls,
+        Err(refusal) => {
+            let _ = outputs.send(Trouble::Refused(refusal).told(&shared).await);
+            return;
+        }
+    };
+    if let Some(hand_over) = &calls.handed_over {
+        let lent = lend(&shared, &checked, &calls, hand_over, outputs).await;
+        return if lent == Lent::GivenUp {
+            give_up(&shared, &checked, number).await
+        };
+    }
     let ended = {
         let mut answer = Answer::new(&shared, &checked, &outputs);
         tokio::select! {
             biased;
             // Dropping the answer closes its connection, and the server gives the request up.
-            () = outputs.closed() => return,
-            () = shared.lost.cancelled() => Err(Trouble::Lost),
-            ended = answer.run(&checked.request) => ended,
+            () = outputs.closed() => None,
+            () = shared.lost.cancelled() => Some(Err(Trouble::Lost)),
+            ended = answer.run(&checked.request, calls) => Some(ended),
         }
     };
     let last = match ended {
-        Ok(output) => output,
-        Err(trouble) => trouble.told(&shared).await,
+        Some(Ok(output)) => output,
+        Some(Err(trouble)) => trouble.told(&shared).await,
+        None => return give_up(&shared, &checked, number).await,
     };
     let _ = outputs.send(last);
+}
+
+/// What became of KV that another server was to fetch.
+#[derive(PartialEq)]
+enum Lent {
+    /// It was fetched, or cannot be.
+    Ended,
+    /// Nobody wants it any more, or not in time.
+    GivenUp,
+}
+
+/// Tells at once how another server fetches the KV, and sees the request through that it fetches it from.
+async fn lend(
+    shared: &Shared,
+    checked: &Checked,
+    calls: &Calls,
+    hand_over: &HandOver,
+    outputs: UnboundedSender<EngineOutput>,
+) -> Lent {
+    let (lent, given_up) = oneshot::channel::<()>();
+    shared.leases.lock().insert(hand_over.lease, lent);
+    let reused_tokens = reused_blocks(shared, &checked.request) * shared.info.block_size.get();
+    let _counted = shared.load.begin(checked.request.token_ids.len() - reused_tokens);
+    let _ = outputs.send(EngineOutput::Prefilled(Prefilled {
+        prompt_tokens: checked.prompt_tokens,
+        completion_tokens: checked.request.generated as usize,
+        reused_tokens,
+        disaggregated_params: Some(hand_over.params.clone()),
+    }));
+    drop(outputs);
+    let ended = tokio::select! {
+        biased;
+        _ = given_up => Lent::GivenUp,
+        () = shared.lost.cancelled() => Lent::Ended,
+        fetched = fetch(shared, &calls.main, LEASE) => {
+            match fetched {
+                Ok(()) => Lent::Ended,
+                Err(trouble) => {
+                    tracing::warn!(?trouble, "the KV of a prompt was not fetched from here");
+                    if matches!(trouble, Trouble::Http(HttpError::Deadline { .. })) { Lent::GivenUp } else { Lent::Ended }
+                }
+            }
+        }
+    };
+    shared.leases.lock().remove(&hand_over.lease);
+    ended
+}
+
+/// Leading blocks of a request that the server has, as far as its events tell.
+fn reused_blocks(shared: &Shared, request: &Generate) -> usize {
+    let space = HashSpace::new(Some(&request.lora), Some(&request.cache_namespace));
+    // The last token is always computed, to have something to go on from; log-probabilities need all of them.
+    let reusable = if request.prompt_logprobs { 0 } else { request.token_ids.len() - 1 };
+    shared.held.lock().prefix(space, &request.token_ids[..reusable])
+}
+
+/// Tells the server that nobody waits for a request; its place is free only then.
+async fn give_up(shared: &Shared, checked: &Checked, number: u64) {
+    let Some(call) = shared.dialect.abort(&checked.request, number) else { return };
+    if !shared.lost.is_cancelled()
+        && let Err(error) = shared.server.call(&call, Stage::Answer, ABORT).await
+    {
+        tracing::debug!(%error, "the engine was not told that a request is given up");
+    }
+}
+
+/// A call whose answer is of no interest.
+async fn fetch(shared: &Shared, call: &Call, limit: Duration) -> Result<(), Trouble> {
+    let until = Instant::now() + limit;
+    let answer = shared.server.call(call, Stage::Answer, limit).await?;
+    let status = answer.status();
+    let body =
+        http::read_whole(answer.into_body(), Stage::Answer, until.saturating_duration_since(Instant::now())).await?;
+    if status.is_success() {
+        // Some servers tell of a failure in an answer like any other.
+        return match shared.dialect.read(&body).map_err(Trouble::Refused)?.end {
+            Some(End::GivenUp(reason)) => Err(Trouble::GivenUp(reason)),
+            _ => Ok(()),
+        };
+    }
+    Err(Trouble::Refused(shared.dialect.refusal(status.as_u16(), &body)))
 }
 
 /// Why a request did not end as it should.
@@ -147,6 +249,10 @@ struct Answer<'a> {
     given: usize,
     /// Tokens that came from here, one that only signals the end included.
     generated: usize,
+    /// Tokens of the answer that the server has said, those that came with the request included.
+    said: usize,
+    /// Its first tokens, if they came with the request.
+    repeats: Vec<u32>,
     /// Alternatives wanted with each token; `None`: no log-probabilities.
     alternatives: Option<usize>,
     /// Something was told: the request cannot begin anew.
@@ -163,10 +269,7 @@ struct Answer<'a> {
 impl<'a> Answer<'a> {
     fn new(shared: &'a Shared, checked: &Checked, outputs: &'a UnboundedSender<EngineOutput>) -> Self {
         let request = &checked.request;
-        let space = HashSpace::new(Some(&request.lora), Some(&request.cache_namespace));
-        // The last token is always computed, to have something to go on from; log-probabilities need all of them.
-        let reusable = if request.prompt_logprobs { 0 } else { request.token_ids.len() - 1 };
-        let reused_blocks = shared.held.lock().prefix(space, &request.token_ids[..reusable]);
+        let reused_blocks = reused_blocks(shared, request);
         let size = shared.info.block_size.get();
         Self {
             shared,
@@ -175,6 +278,8 @@ impl<'a> Answer<'a> {
             prompt_tokens: checked.prompt_tokens,
             given: request.token_ids.len(),
             generated: 0,
+            said: 0,
+            repeats: Vec::new(),
             alternatives: request.logprobs.map(|n| n as usize),
             begun: false,
             reused_blocks,
@@ -186,14 +291,12 @@ impl<'a> Answer<'a> {
     }
 
     /// Asks the server, and tells what it answers; returns the last output.
-    async fn run(&mut self, request: &Generate) -> Result<EngineOutput, Trouble> {
-        let number = self.shared.numbers.fetch_add(1, Ordering::Relaxed);
-        let calls = self.shared.dialect.calls(request, number);
+    async fn run(&mut self, request: &Generate, calls: Calls) -> Result<EngineOutput, Trouble> {
         if let Some(why) = calls.unusable {
             self.fall_back(&why);
         }
-        if let Some(fetch) = &calls.fetch
-            && let Err(error) = self.fetch(fetch).await
+        if let Some(call) = &calls.fetch
+            && let Err(error) = fetch(self.shared, call, FETCH).await
         {
             self.fall_back(&error);
         }
@@ -212,19 +315,9 @@ impl<'a> Answer<'a> {
         tracing::warn!(?why, "KV could not be had from another engine; the prompt is computed here");
     }
 
-    /// A call whose answer is of no interest.
-    async fn fetch(&self, call: &Call) -> Result<(), Trouble> {
-        let answer = self.shared.server.call(call, Stage::Answer, FETCH).await?;
-        let status = answer.status();
-        let body = http::read_whole(answer.into_body(), Stage::Answer, FETCH).await?;
-        if status.is_success() {
-            return Ok(());
-        }
-        Err(Trouble::Refused(self.shared.dialect.refusal(status.as_u16(), &body)))
-    }
-
     /// Makes a call and tells its answer, up to the end.
     async fn ask(&mut self, call: &Call) -> Result<(), Trouble> {
+        (self.said, self.repeats) = (0, call.repeats.clone());
         let stage = if call.streamed { Stage::Answer } else { Stage::FirstToken };
         let answer = self.shared.server.call(call, stage, self.shared.first_token_max).await?;
         let status = answer.status();
@@ -266,6 +359,7 @@ impl<'a> Answer<'a> {
     /// Takes a piece of the answer.
     fn take(&mut self, text: &[u8]) -> Result<(), Trouble> {
         let mut piece = self.shared.dialect.read(text).map_err(Trouble::Refused)?;
+        self.leave_out(&mut piece)?;
         if !piece.logprobs.is_empty() && piece.logprobs.len() != piece.tokens.len() {
             return Err(Trouble::Unreadable("not as many log-probabilities as tokens"));
         }
@@ -283,9 +377,30 @@ impl<'a> Answer<'a> {
         }
         let most = self.alternatives.unwrap_or(0);
         piece.prompt_logprobs.iter_mut().for_each(|token| token.top.truncate(most));
-        self.prompt_logprobs.append(&mut piece.prompt_logprobs);
+        if !self.begun {
+            self.prompt_logprobs.append(&mut piece.prompt_logprobs);
+        }
         self.end = piece.end.take().or(self.end.take());
         self.tell(piece);
+        Ok(())
+    }
+
+    /// Leaves out what was said before, here or elsewhere.
+    fn leave_out(&mut self, piece: &mut Piece) -> Result<(), Trouble> {
+        if let Some(so_far) = piece.so_far {
+            let news = so_far.checked_sub(self.said).filter(|&news| news <= piece.tokens.len());
+            let news = news.ok_or(Trouble::Unreadable("tokens are missing"))?;
+            piece.tokens.drain(..piece.tokens.len() - news);
+            piece.logprobs.drain(..piece.logprobs.len().saturating_sub(news));
+        }
+        let repeats = self.repeats.get(self.said..).unwrap_or_default();
+        let repeated = repeats.len().min(piece.tokens.len());
+        if piece.tokens[..repeated] != repeats[..repeated] {
+            return Err(Trouble::Unreadable("it does not begin with the tokens that came with the request"));
+        }
+        self.said += piece.tokens.len();
+        piece.tokens.drain(..repeated);
+        piece.logprobs.drain(..repeated.min(piece.logprobs.len()));
         Ok(())
     }
 

@@ -8,42 +8,21 @@ mod page;
 
 use bytes::Bytes;
 use hyper::header::{HeaderMap, HeaderName, HeaderValue};
-use kv_hashing::BlockSize;
 use protocol::request_plane::Generate;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use super::dialect::{Busy, Call, Calls, Dialect, Piece, Refusal};
 use super::http::{HttpError, Server};
-use super::metrics::RemoteMetrics;
-use super::watch::{NotReady, wait_until_ready};
-use super::{Remote, RemoteOptions};
-use crate::config::VllmSettings;
-use crate::engine::EngineInfo;
+use super::ready::{ConnectError, Ready, Sizes};
+use super::watch::wait_until_ready;
+use crate::config::RemoteSettings;
 use completion::{Completion, HAND_OVER, Purpose};
 
 /// What `disaggregated_params` call it.
 const BACKEND: &str = "vllm";
 /// Where completions are asked for.
 const COMPLETIONS: &str = "/v1/completions";
-
-/// Why there is no engine.
-#[derive(Debug, thiserror::Error)]
-pub enum ConnectError {
-    /// It did not become ready.
-    #[error(transparent)]
-    NotReady(#[from] NotReady),
-    /// It does not tell something that is needed.
-    #[error("vLLM at {url} does not tell its {what}; set {flag}")]
-    Untold {
-        /// Where.
-        url: String,
-        /// What.
-        what: &'static str,
-        /// The flag that says it.
-        flag: &'static str,
-    },
-}
 
 /// Why a look at a server that starts gave nothing.
 #[derive(Debug, thiserror::Error)]
@@ -56,43 +35,23 @@ enum LookError {
     NoModel,
 }
 
-/// A server that is ready.
-pub struct Ready {
-    server: Server,
-    info: EngineInfo,
-    /// The name under which it serves its model.
-    pub model: String,
-}
-
 /// Waits until vLLM is ready.
-pub async fn wait(settings: &VllmSettings) -> Result<Ready, ConnectError> {
+pub(super) async fn wait(settings: &RemoteSettings) -> Result<Ready, ConnectError> {
     let mut headers = HeaderMap::new();
     if let Some(rank) = settings.dp_rank {
         headers.insert(HeaderName::from_static("x-data-parallel-rank"), HeaderValue::from(rank));
     }
     let server = Server::new(&settings.url, headers);
-    let found = wait_until_ready(&settings.url, settings.start_max, || look(&server)).await?;
-    Ok(Ready { info: info(settings, &found)?, server, model: found.model.id })
-}
-
-impl Ready {
-    /// Makes it an engine. Must be called inside a Tokio runtime.
-    pub fn start(self, settings: &VllmSettings, eos_token_ids: Vec<u32>, metrics: RemoteMetrics) -> Remote {
-        let Self { server, info, model } = self;
-        let dialect =
-            Vllm { model, rank: settings.dp_rank, priority: settings.priority, block_size: info.block_size.get() };
-        let options = RemoteOptions {
-            max_requests: info.max_num_seqs + settings.max_waiting,
-            info,
-            eos_token_ids,
-            events: settings.events.clone(),
-            events_bind: settings.events_bind,
-            dp_rank: settings.dp_rank.unwrap_or(0),
-            first_token_max: settings.first_token_max,
-            token_max: settings.token_max,
-        };
-        Remote::start(server, Box::new(dialect), options, metrics)
-    }
+    let Found { model, cache } = wait_until_ready(&settings.url, settings.start_max, || look(&server)).await?;
+    let sizes = Sizes { block_size: cache.block_size, blocks: cache.blocks, context_length: model.max_model_len };
+    let info = sizes.info("vLLM", settings)?;
+    let dialect = Vllm {
+        model: model.id.clone(),
+        rank: settings.dp_rank,
+        priority: settings.priority,
+        block_size: info.block_size.get(),
+    };
+    Ok(Ready { server, info, dialect: Box::new(dialect), model: model.id })
 }
 
 /// What a server says of itself.
@@ -124,26 +83,6 @@ async fn look(server: &Server) -> Result<Found, LookError> {
     let model = models.data.into_iter().find(|model| model.parent.is_none()).ok_or(LookError::NoModel)?;
     let metrics = server.page("/metrics").await?;
     Ok(Found { model, cache: page::cache_config(&String::from_utf8_lossy(&metrics)) })
-}
-
-/// Fixed properties: what was set, else what the server says.
-fn info(settings: &VllmSettings, found: &Found) -> Result<EngineInfo, ConnectError> {
-    let untold = |what, flag| ConnectError::Untold { url: settings.url.clone(), what, flag };
-    let block_size = settings.block_size.map(|size| size as usize).or(found.cache.block_size);
-    let block_size = block_size.and_then(|size| BlockSize::new(u32::try_from(size).ok()?));
-    Ok(EngineInfo {
-        block_size: block_size.ok_or_else(|| untold("block size", "--vllm-block-size"))?,
-        total_blocks: settings
-            .kv_blocks
-            .or(found.cache.blocks)
-            .ok_or_else(|| untold("number of KV blocks", "--vllm-kv-blocks"))?,
-        max_num_seqs: settings.max_num_seqs,
-        max_num_batched_tokens: settings.max_num_batched_tokens,
-        context_length: settings
-            .context_length
-            .or(found.model.max_model_len)
-            .ok_or_else(|| untold("context length", "--vllm-context-length"))?,
-    })
 }
 
 /// What is said to vLLM and heard from it.
@@ -184,35 +123,39 @@ struct Elsewhere<'a> {
 }
 
 impl Dialect for Vllm {
-    fn calls(&self, request: &Generate, number: u64) -> Calls {
+    fn calls(&self, request: &Generate, number: u64) -> Result<Calls, Refusal> {
         let all = &request.token_ids[..];
         let say = |purpose, tokens: &[u32], kv: Option<&RawValue>| {
             let completion = Completion::new(self, request, number, purpose, tokens, kv);
             let body = serde_json::to_vec(&completion).expect("numbers and strings are JSON");
-            Call { path: COMPLETIONS, body: Bytes::from(body), streamed: purpose == Purpose::Answer }
+            Call {
+                path: COMPLETIONS,
+                body: Bytes::from(body),
+                streamed: purpose == Purpose::Answer,
+                repeats: Vec::new(),
+            }
         };
-        let only = |main| Calls { fetch: None, main, local: None, unusable: None };
         if request.prefill_only {
             let hand_over = RawValue::from_string(HAND_OVER.to_owned()).expect("it is JSON");
-            return only(say(Purpose::HandOver, all, Some(&hand_over)));
+            return Ok(Calls::only(say(Purpose::HandOver, all, Some(&hand_over))));
         }
         let local = say(Purpose::Answer, all, None);
         if request.disaggregated_params.is_empty() {
-            return only(local);
+            return Ok(Calls::only(local));
         }
         let there = match computed_elsewhere(request) {
             Ok(there) => there,
-            Err(why) => return Calls { unusable: Some(why), ..only(local) },
+            Err(why) => return Ok(Calls { unusable: Some(why), ..Calls::only(local) }),
         };
         // Whoever brings such parameters is taken to find the KV of all its tokens but the last there. So one token may come
         // behind what the other server computed, the one that it generated, and only within the last block that comes.
         if all.len() == there.tokens + 1 && !there.tokens.is_multiple_of(self.block_size) {
             let main = say(Purpose::Answer, all, Some(there.params));
-            return Calls { local: Some(local), ..only(main) };
+            return Ok(Calls { local: Some(local), ..Calls::only(main) });
         }
         // Else a request of its own, for one token, brings the KV here, and this one finds it cached.
         let fetch = say(Purpose::Fetch, &all[..there.tokens], Some(there.params));
-        Calls { fetch: Some(fetch), ..only(local) }
+        Ok(Calls { fetch: Some(fetch), ..Calls::only(local) })
     }
 
     fn read(&self, text: &[u8]) -> Result<Piece, Refusal> {

@@ -9,9 +9,6 @@ use serde_json::value::RawValue;
 use super::super::dialect::{End, Piece, Refusal};
 use super::{BACKEND, Params};
 
-/// Most characters of what an error says that are passed on.
-const MAX_MESSAGE: usize = 500;
-
 #[derive(Deserialize)]
 struct Answer {
     #[serde(default)]
@@ -77,7 +74,7 @@ pub(super) fn read(text: &[u8]) -> Result<Piece, Refusal> {
     let answer: Answer =
         serde_json::from_slice(text).map_err(|error| Refusal::Failed(format!("no completion: {error}")))?;
     if let Some(error) = answer.error {
-        return Err(of_status(error.code.unwrap_or(500), error.message));
+        return Err(Refusal::of_status(error.code.unwrap_or(500), &error.message));
     }
     let mut piece = Piece {
         reused_tokens: answer.usage.and_then(|usage| usage.prompt_tokens_details?.cached_tokens),
@@ -154,16 +151,7 @@ pub(super) fn refusal(status: u16, body: &[u8]) -> Refusal {
     }
     let said: Option<Said> = serde_json::from_slice(body).ok();
     let message = said.and_then(|said| said.error.map(|error| error.message).or(said.message));
-    of_status(status, message.unwrap_or_else(|| format!("{status} {}", String::from_utf8_lossy(body))))
-}
-
-fn of_status(status: u16, message: String) -> Refusal {
-    let message: String = message.lines().next().unwrap_or_default().chars().take(MAX_MESSAGE).collect();
-    match status {
-        400 | 413 | 422 => Refusal::Invalid(message),
-        429 | 503 => Refusal::Overloaded(message),
-        _ => Refusal::Failed(message),
-    }
+    Refusal::of_status(status, &message.unwrap_or_else(|| format!("{status} {}", String::from_utf8_lossy(body))))
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use protocol::request_plane::{Generate, Sampling};
 use serde::Serialize;
 use serde_json::value::RawValue;
 
+use super::super::dialect::seed_of;
 use super::Vllm;
 
 /// Asks a server to keep a prompt's KV for another one.
@@ -115,11 +116,6 @@ impl<'a> Completion<'a> {
             kv_transfer_params: kv,
         }
     }
-}
-
-/// A request that goes on must not draw the numbers that its beginning has drawn.
-fn seed_of(seed: u64, generated: u32) -> i64 {
-    (seed.wrapping_add(u64::from(generated)) & i64::MAX as u64) as i64
 }
 
 /// The request's own bias, and the penalties for what was generated elsewhere: vLLM takes those tokens for a prompt, which only

@@ -1,4 +1,4 @@
-//! A worker beside vLLM: each life of the server is a life of the worker, with its own epoch and registration.
+//! A worker beside a server that is its engine: each life of the server is a life of the worker, with its own epoch and registration.
 
 use std::sync::Arc;
 
@@ -7,19 +7,19 @@ use tokio_util::sync::CancellationToken;
 use worker_agent::admin;
 use worker_agent::agent::{self, ModelInfo};
 use worker_agent::artifacts::directory;
-use worker_agent::config::{Config, VllmSettings};
+use worker_agent::config::{Config, RemoteSettings};
 use worker_agent::engine::remote::metrics::RemoteMetrics;
-use worker_agent::engine::remote::vllm::{ConnectError, wait};
+use worker_agent::engine::remote::{ConnectError, wait};
 
 use super::{agent_failure, listen};
 use crate::outcome::{Failure, Outcome};
 
-/// Runs until `shutdown`; while vLLM is away, there is no worker.
+/// Runs until `shutdown`; while the server is away, there is no worker.
 pub(super) async fn run(config: Config, shutdown: CancellationToken) -> Outcome {
-    let settings = config.vllm_settings().map_err(Failure::settings)?;
+    let settings = config.remote_settings().map_err(Failure::settings)?;
     let metrics = RemoteMetrics::default();
     while live(&config, &settings, &metrics, &shutdown).await? {
-        tracing::warn!(url = settings.url, "the worker has left; waiting for vLLM to come back");
+        tracing::warn!(url = settings.url, "the worker has left; waiting for the engine to come back");
     }
     Ok(())
 }
@@ -27,7 +27,7 @@ pub(super) async fn run(config: Config, shutdown: CancellationToken) -> Outcome 
 /// One life; false when it was the last.
 async fn live(
     config: &Config,
-    settings: &VllmSettings,
+    settings: &RemoteSettings,
     metrics: &RemoteMetrics,
     shutdown: &CancellationToken,
 ) -> Result<bool, Failure> {
@@ -40,7 +40,7 @@ async fn live(
         ConnectError::Untold { .. } => Failure::settings(error),
         error => error.into(),
     })?;
-    // Only now: it may be vLLM that has put the files there.
+    // Only now: it may be the server that has put the files there.
     let path = settings.model_path.clone();
     let artifacts = tokio::task::spawn_blocking(move || directory::read(&path)).await?.map_err(Failure::settings)?;
     let model = ModelInfo {
