@@ -40,13 +40,10 @@ impl Drop for Traffic {
 impl Tally {
     fn count(&self, sent: anyhow::Result<(StatusCode, String, hyper::body::Bytes)>) {
         match sent {
-            Ok((StatusCode::OK, ..)) => self.answered.fetch_add(1, Relaxed),
-            Ok((StatusCode::SERVICE_UNAVAILABLE, ..)) => self.to_be_tried_again.fetch_add(1, Relaxed),
-            other => {
-                self.others.lock().expect("not poisoned").push(format!("{other:?}"));
-                return;
-            }
-        };
+            Ok((StatusCode::OK, ..)) => drop(self.answered.fetch_add(1, Relaxed)),
+            Ok((StatusCode::SERVICE_UNAVAILABLE, ..)) => drop(self.to_be_tried_again.fetch_add(1, Relaxed)),
+            other => self.others.lock().expect("not poisoned").push(format!("{other:?}")),
+        }
     }
 
     /// Waits until so many were answered.

@@ -66,7 +66,7 @@ async fn a_server_that_starts_is_waited_for_and_one_that_does_not_is_named() {
     let vllm = Server::start(Make::Vllm).await;
     vllm.say_health(StatusCode::SERVICE_UNAVAILABLE);
     let settings = vllm.settings(&["--vllm-start-s-max", "1"]);
-    let failed = wait(&settings).await.err().expect("it is not ready");
+    let failed = wait(&settings).await.expect_err("it is not ready");
     let text = failed.to_string();
     assert!(text.contains("not ready after 1 s") && text.contains("503"), "{text}");
     let settings = vllm.settings(&[]);
@@ -86,7 +86,7 @@ async fn what_the_server_does_not_tell_is_a_flag() {
     let info = engine.info();
     assert_eq!((info.block_size.get(), info.total_blocks, info.context_length), (64, 7, 99));
     vllm.forget_metrics();
-    let failed = wait(&vllm.settings(&[])).await.err().expect("unknown");
+    let failed = wait(&vllm.settings(&[])).await.expect_err("unknown");
     assert!(matches!(failed, ConnectError::Untold { flag: "--engine-block-size", .. }), "{failed}");
 }
 

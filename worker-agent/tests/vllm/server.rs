@@ -281,7 +281,7 @@ async fn kv_cache_events(State(shared): State<Arc<Shared>>) -> String {
 async fn asked_for(State(shared): State<Arc<Shared>>, uri: Uri, headers: HeaderMap, body: String) -> Response {
     let (answer, answered) = oneshot::channel();
     let body = serde_json::from_str(&body).expect("JSON");
-    shared.asked.send(Asked { path: uri.path().to_owned(), body, headers, answer }).ok().expect("the test runs");
+    shared.asked.send(Asked { path: uri.path().to_owned(), body, headers, answer }).expect("the test runs");
     // A test that drops it leaves the request without an answer.
     answered.await.unwrap_or_default()
 }

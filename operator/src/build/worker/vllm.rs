@@ -122,11 +122,10 @@ pub(super) fn worker_args(vllm: &Vllm, source: &Source) -> Result<Vec<String>, I
 
 /// The value that counts of an argument, written `--name=value` or as two arguments.
 fn last<'a>(args: &'a [String], name: &str) -> Option<&'a str> {
-    let values = args.iter().enumerate().filter_map(|(at, arg)| {
+    args.iter().enumerate().rev().find_map(|(at, arg)| {
         let (found, value) = named(arg)?;
         if found == name { value.or_else(|| args.get(at + 1).map(String::as_str)) } else { None }
-    });
-    values.last()
+    })
 }
 
 /// Adds vLLM to the pod of a worker, with the mounts that the worker has.
