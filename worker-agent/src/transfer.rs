@@ -56,7 +56,7 @@ const WAIT: u32 = 3;
 
 /// A way for blocks to come here.
 pub trait KvTransport: Send + Sync + 'static {
-    /// What [`Source::backend`] calls it.
+    /// What [`Offer::backend`] calls it.
     fn backend(&self) -> &'static str;
 
     /// Fetches the blocks that `into` is missing, in order, verifies each, and then ends the lease. What has come when it

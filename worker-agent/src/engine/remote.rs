@@ -1,4 +1,4 @@
-//! An engine that is an HTTP server beside the agent, and stays as it is: vLLM, SGLang, TensorRT-LLM, by their [`Dialect`].
+//! An engine that is an HTTP server beside the agent, and stays as it is: vLLM, SGLang, TensorRT-LLM, by their dialect.
 //!
 //! Tokens go in and come out; what a server calls things is its dialect's business. Its KV events are read as it publishes them
 //! and told on as if they had happened here. When the server is lost, so is this engine: its requests end in a way that lets
