@@ -1,10 +1,7 @@
-//! What the machine itself can do: loopback TCP, copying memory, and reading a file that is memory. None of them checks
-//! what it moves.
+//! What the machine itself can do: loopback TCP, and copying memory. Neither checks what it moves.
 
-use std::fs::File;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::os::unix::fs::FileExt;
 use std::time::Instant;
 
 use super::Failure;
@@ -27,20 +24,16 @@ pub(super) fn loopback(bytes: usize, chunk: usize) -> Result<f64, Failure> {
     Ok(took)
 }
 
-/// Two ranges of memory, and one that is a file in memory.
+/// Two ranges of memory.
 pub(super) struct Memory {
     from: Vec<u8>,
     to: Vec<u8>,
-    shared: File,
     chunk: usize,
 }
 
 impl Memory {
-    pub(super) fn new(bytes: usize, chunk: usize) -> Result<Self, Failure> {
-        let shared = rustix::fs::memfd_create("limit", rustix::fs::MemfdFlags::CLOEXEC)?;
-        let mut memory = Self { from: vec![1; bytes], to: vec![2; bytes], shared: shared.into(), chunk };
-        memory.shared.write_all(&memory.from)?;
-        Ok(memory)
+    pub(super) fn new(bytes: usize, chunk: usize) -> Self {
+        Self { from: vec![1; bytes], to: vec![2; bytes], chunk }
     }
 
     /// Copies one into the other; in seconds.
@@ -51,14 +44,5 @@ impl Memory {
         }
         std::hint::black_box(&mut self.to);
         started.elapsed().as_secs_f64()
-    }
-
-    /// Reads the file; in seconds.
-    pub(super) fn read(&mut self) -> Result<f64, Failure> {
-        let started = Instant::now();
-        for (index, to) in self.to.chunks_mut(self.chunk).enumerate() {
-            self.shared.read_exact_at(to, (index * self.chunk) as u64)?;
-        }
-        Ok(started.elapsed().as_secs_f64())
     }
 }
