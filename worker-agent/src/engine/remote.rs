@@ -10,6 +10,7 @@ mod dialect;
 mod http;
 mod load;
 pub mod metrics;
+mod openai;
 mod poll;
 mod ready;
 mod request;

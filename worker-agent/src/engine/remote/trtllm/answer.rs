@@ -5,6 +5,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::super::dialect::{End, Piece, Refusal};
+use super::super::openai::{self, StopReason, Usage};
 use super::{BACKEND, Params};
 
 #[derive(Deserialize)]
@@ -42,29 +43,10 @@ struct Choice {
     disaggregated_params: Option<Box<RawValue>>,
 }
 
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum StopReason {
-    Token(u32),
-    String(String),
-}
-
 /// Of the answer's tokens. Alternatives come as text, which does not say which tokens they are.
 #[derive(Deserialize)]
 struct Logprobs {
     token_logprobs: Vec<Option<f32>>,
-}
-
-#[derive(Deserialize)]
-struct Usage {
-    #[serde(default)]
-    prompt_tokens_details: Option<PromptDetails>,
-}
-
-#[derive(Deserialize)]
-struct PromptDetails {
-    #[serde(default)]
-    cached_tokens: Option<usize>,
 }
 
 impl Said {
@@ -84,10 +66,7 @@ pub(super) fn read(text: &[u8]) -> Result<Piece, Refusal> {
     if let Some(message) = answer.error.text() {
         return Err(Refusal::of_status(answer.error.code.unwrap_or(500), &message));
     }
-    let mut piece = Piece {
-        reused_tokens: answer.usage.and_then(|usage| usage.prompt_tokens_details?.cached_tokens),
-        ..Piece::default()
-    };
+    let mut piece = Piece { reused_tokens: answer.usage.and_then(Usage::reused_tokens), ..Piece::default() };
     let Some(choice) = answer.choices.into_iter().next() else { return Ok(piece) };
     let handed_over = choice.disaggregated_params.is_some();
     piece.end = choice.finish_reason.as_deref().map(|reason| end(reason, choice.stop_reason, handed_over));
@@ -110,14 +89,10 @@ pub(super) fn read(text: &[u8]) -> Result<Piece, Refusal> {
 }
 
 fn end(reason: &str, stop: Option<StopReason>, handed_over: bool) -> End {
-    match (reason, stop) {
-        ("length", _) => End::Length,
+    match reason {
         // What is left of it is another server's.
-        ("not_finished", _) if handed_over => End::Length,
-        ("stop", Some(StopReason::String(string))) => End::String(string),
-        ("stop", Some(StopReason::Token(token))) => End::Token(token),
-        ("stop", None) => End::LastToken,
-        (other, _) => End::GivenUp(other.into()),
+        "not_finished" if handed_over => End::Length,
+        _ => openai::end(reason, stop),
     }
 }
 
@@ -129,8 +104,7 @@ fn params(disaggregated_params: &RawValue) -> String {
 /// What an answer of another status means.
 pub(super) fn refusal(status: u16, body: &[u8]) -> Refusal {
     let said: Said = serde_json::from_slice(body).unwrap_or_default();
-    let message = said.text();
-    Refusal::of_status(status, &message.unwrap_or_else(|| format!("{status} {}", String::from_utf8_lossy(body))))
+    openai::refusal(status, said.text(), body)
 }
 
 #[cfg(test)]

@@ -6,7 +6,8 @@ use protocol::request_plane::{TokenLogprobs, TopLogprob};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::super::dialect::{End, Piece, Refusal};
+use super::super::dialect::{Piece, Refusal};
+use super::super::openai::{self, StopReason, Usage};
 use super::{BACKEND, Params};
 
 #[derive(Deserialize)]
@@ -33,13 +34,6 @@ struct Choice {
     stop_reason: Option<StopReason>,
 }
 
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum StopReason {
-    Token(u32),
-    String(String),
-}
-
 /// Lists of one entry for each token: of the prompt's, if they were asked for, and then of the answer's.
 #[derive(Deserialize)]
 struct Logprobs {
@@ -47,18 +41,6 @@ struct Logprobs {
     token_logprobs: Vec<Option<f32>>,
     #[serde(default)]
     top_logprobs: Option<Vec<Option<HashMap<String, f32>>>>,
-}
-
-#[derive(Deserialize)]
-struct Usage {
-    #[serde(default)]
-    prompt_tokens_details: Option<PromptDetails>,
-}
-
-#[derive(Deserialize)]
-struct PromptDetails {
-    #[serde(default)]
-    cached_tokens: Option<usize>,
 }
 
 #[derive(Deserialize)]
@@ -77,12 +59,12 @@ pub(super) fn read(text: &[u8]) -> Result<Piece, Refusal> {
         return Err(Refusal::of_status(error.code.unwrap_or(500), &error.message));
     }
     let mut piece = Piece {
-        reused_tokens: answer.usage.and_then(|usage| usage.prompt_tokens_details?.cached_tokens),
+        reused_tokens: answer.usage.and_then(Usage::reused_tokens),
         disaggregated_params: answer.kv_transfer_params.as_deref().map(params),
         ..Piece::default()
     };
     let Some(choice) = answer.choices.into_iter().next() else { return Ok(piece) };
-    piece.end = choice.finish_reason.as_deref().map(|reason| end(reason, choice.stop_reason));
+    piece.end = choice.finish_reason.as_deref().map(|reason| openai::end(reason, choice.stop_reason));
     let Some(tokens) = choice.token_ids else {
         return Err(Refusal::Failed("a completion without token_ids; vLLM is too old".into()));
     };
@@ -103,16 +85,6 @@ pub(super) fn read(text: &[u8]) -> Result<Piece, Refusal> {
 fn params(kv_transfer_params: &RawValue) -> String {
     let params = Params { backend: BACKEND, kv_transfer_params };
     serde_json::to_string(&params).expect("it came as JSON")
-}
-
-fn end(reason: &str, stop: Option<StopReason>) -> End {
-    match (reason, stop) {
-        ("length", _) => End::Length,
-        ("stop", None) => End::LastToken,
-        ("stop", Some(StopReason::Token(token))) => End::Token(token),
-        ("stop", Some(StopReason::String(string))) => End::String(string),
-        (other, _) => End::GivenUp(other.to_owned()),
-    }
 }
 
 /// The entry of a token without a log-probability, which is the prompt's first, is `None`.
@@ -151,11 +123,12 @@ pub(super) fn refusal(status: u16, body: &[u8]) -> Refusal {
     }
     let said: Option<Said> = serde_json::from_slice(body).ok();
     let message = said.and_then(|said| said.error.map(|error| error.message).or(said.message));
-    Refusal::of_status(status, &message.unwrap_or_else(|| format!("{status} {}", String::from_utf8_lossy(body))))
+    openai::refusal(status, message, body)
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::dialect::End;
     use super::*;
 
     fn of(text: &str) -> Piece {
