@@ -17,7 +17,7 @@ pub enum Command {
     Frontend(Rest),
     /// Hit rate and latency of every routing mode over a recorded trace.
     Trace(Rest),
-    /// KV transfer between two workers, beside what loopback TCP does, and what it costs running streams.
+    /// KV transfer between two workers, beside what loopback TCP and copying do, and what it costs running streams.
     Transfer(Rest),
     /// Copies of KV blocks between the host and every accelerator of this machine, checked and timed.
     Device,

@@ -4,27 +4,10 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::Instant;
 
-use super::Failure;
+use super::{Failure, cores};
 
-/// Between two threads over loopback TCP, in writes and reads of `chunk` bytes; in seconds.
-pub(super) fn loopback(bytes: usize, chunk: usize) -> Result<f64, Failure> {
-    let listener = TcpListener::bind("127.0.0.1:0")?;
-    let address = listener.local_addr()?;
-    // Both buffers are in memory before the clock starts, as an arena is.
-    let (from, mut to) = (vec![1u8; bytes], vec![2u8; bytes]);
-    let started = Instant::now();
-    let sender = std::thread::spawn(move || -> std::io::Result<()> {
-        let mut socket = TcpStream::connect(address)?;
-        from.chunks(chunk).try_for_each(|piece| socket.write_all(piece))
-    });
-    let (mut socket, _) = listener.accept()?;
-    to.chunks_mut(chunk).try_for_each(|piece| socket.read_exact(piece))?;
-    let took = started.elapsed().as_secs_f64();
-    sender.join().map_err(|_| "the sender panicked")??;
-    Ok(took)
-}
-
-/// Two ranges of memory.
+/// Two ranges of memory, as large as what is fetched. They are kept from one measurement to the next, as arenas are: fresh
+/// ones would be in a cache.
 pub(super) struct Memory {
     from: Vec<u8>,
     to: Vec<u8>,
@@ -44,5 +27,29 @@ impl Memory {
         }
         std::hint::black_box(&mut self.to);
         started.elapsed().as_secs_f64()
+    }
+
+    /// Sends one from a thread over loopback TCP to this one, which writes it to the other, each on a core of its own; in
+    /// seconds, with connecting.
+    pub(super) fn loopback(&mut self) -> Result<f64, Failure> {
+        let Self { from, to, chunk } = self;
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let address = listener.local_addr()?;
+        let send = || {
+            let mut socket = TcpStream::connect(address)?;
+            from.chunks(*chunk).try_for_each(|piece| socket.write_all(piece))
+        };
+        let receive = || {
+            let started = Instant::now();
+            let (mut socket, _) = listener.accept()?;
+            to.chunks_mut(*chunk).try_for_each(|piece| socket.read_exact(piece))?;
+            Ok::<_, std::io::Error>(started.elapsed().as_secs_f64())
+        };
+        std::thread::scope(|scope| {
+            let sender = scope.spawn(|| cores::on(Some(0), send)?);
+            let took = cores::on(Some(1), receive)??;
+            sender.join().map_err(|_| "the sender panicked")??;
+            Ok(took)
+        })
     }
 }

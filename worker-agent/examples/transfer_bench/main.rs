@@ -1,7 +1,8 @@
 //! Measures KV transfer between two workers of this process: bytes per second of each transport beside the machine's own limits
 //! in the same run, and how much longer a step of running streams takes meanwhile. Prints JSON lines, then a table.
 //!
-//! `transfer_bench MODEL [--tokens N] [--reps N] [--rounds N]`. Blocks are those of a real prompt of N tokens.
+//! `transfer_bench MODEL [--tokens N] [--reps N] [--rounds N]`. Blocks are those of a real prompt of N tokens; without rounds no
+//! streams run.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -12,6 +13,7 @@ use serde_json::{Value, json};
 use worker_agent::engine::Engine;
 use worker_agent::transfer::{KvTransport, Shm, Tcp};
 
+mod cores;
 mod limits;
 mod node;
 mod streams;
@@ -36,11 +38,11 @@ fn arguments() -> Result<Arguments, Failure> {
     let usage = "usage: transfer_bench MODEL [--tokens N] [--reps N] [--rounds N]";
     let mut parsed = Arguments { model: args.next().ok_or(usage)?, tokens: 1024, reps: 20, rounds: 4 };
     while let Some(option) = args.next() {
-        let value: NonZeroUsize = args.next().ok_or(usage)?.parse()?;
+        let value = args.next().ok_or(usage)?;
         match option.as_str() {
-            "--tokens" => parsed.tokens = value.get(),
-            "--reps" => parsed.reps = value.get(),
-            "--rounds" => parsed.rounds = value.get(),
+            "--tokens" => parsed.tokens = value.parse::<NonZeroUsize>()?.get(),
+            "--reps" => parsed.reps = value.parse::<NonZeroUsize>()?.get(),
+            "--rounds" => parsed.rounds = value.parse()?,
             _ => return Err(usage.into()),
         }
     }
@@ -67,9 +69,10 @@ struct Pair {
 }
 
 impl Pair {
-    async fn start(arguments: &Arguments, threads: usize) -> Result<Self, Failure> {
-        let node = || Node::start(&arguments.model, arguments.tokens, threads);
-        let (from, to, prompt) = (node().await?, node().await?, prompt(arguments.tokens, 1));
+    /// Blocks move on any core, or each worker has one for that.
+    async fn start(arguments: &Arguments, threads: usize, cores: [Option<usize>; 2]) -> Result<Self, Failure> {
+        let node = |core| Node::start(&arguments.model, arguments.tokens, threads, core);
+        let (from, to, prompt) = (node(cores[0]).await?, node(cores[1]).await?, prompt(arguments.tokens, 1));
         let local = HashSpace::default().blocks(&prompt, to.engine.info().block_size);
         let blocks = local.iter().copied().zip(sequence_hashes(&local)).collect();
         Ok(Self { from, to, prompt, blocks })
@@ -92,14 +95,15 @@ fn transports() -> [Arc<dyn KvTransport>; 2] {
 async fn throughput(pair: &Pair, reps: usize) -> Result<Vec<Value>, Failure> {
     let mut memory = limits::Memory::new(pair.bytes(), pair.block_bytes());
     let mut times: [Vec<f64>; 4] = Default::default();
-    for transport in transports() {
-        fetch(pair, &transport).await?;
+    // Those of a worker live as long as it does.
+    let [tcp, shm] = transports();
+    for transport in [&tcp, &shm] {
+        fetch(pair, transport).await?;
     }
     for _ in 0..reps {
         // By turns, so that whatever else the machine does meets all.
-        let [tcp, shm] = transports();
         times[0].push(fetch(pair, &tcp).await?);
-        times[1].push(limits::loopback(pair.bytes(), pair.block_bytes())?);
+        times[1].push(memory.loopback()?);
         times[2].push(fetch(pair, &shm).await?);
         times[3].push(memory.copy());
     }
@@ -164,13 +168,14 @@ fn table(lines: &[Value]) {
 async fn main() -> Result<(), Failure> {
     let arguments = arguments()?;
     let cores = std::thread::available_parallelism()?.get();
-    let mut lines = Vec::new();
+    let pair = Pair::start(&arguments, cores, [Some(0), Some(1)]).await?;
+    let mut lines = throughput(&pair, arguments.reps).await?;
+    drop(pair);
     for threads in if cores > 1 { vec![1, cores] } else { vec![1] } {
-        let pair = Pair::start(&arguments, threads).await?;
-        if lines.is_empty() {
-            lines.extend(throughput(&pair, arguments.reps).await?);
+        if arguments.rounds > 0 {
+            let pair = Pair::start(&arguments, threads, [None; 2]).await?;
+            lines.extend(beside_streams(&pair, threads, arguments.rounds).await?);
         }
-        lines.extend(beside_streams(&pair, threads, arguments.rounds).await?);
     }
     lines.iter().for_each(|line| println!("{line}"));
     table(&lines);

@@ -15,7 +15,7 @@ use worker_agent::transfer::metrics::TransferMetrics;
 use worker_agent::transfer::{self, KvTransport, Lane, Options, Source, Transfers, Transports, serve};
 
 use super::streams::{FETCHES, STREAMS};
-use super::{Blocks, Failure, Pair, TIMEOUT};
+use super::{Blocks, Failure, Pair, TIMEOUT, cores};
 
 pub(super) struct Node {
     pub(super) engine: Transfers,
@@ -25,7 +25,13 @@ pub(super) struct Node {
 }
 
 impl Node {
-    pub(super) async fn start(model: &str, tokens: usize, threads: usize) -> Result<Self, Failure> {
+    /// Blocks move on `core`, if one is named.
+    pub(super) async fn start(
+        model: &str,
+        tokens: usize,
+        threads: usize,
+        core: Option<usize>,
+    ) -> Result<Self, Failure> {
         // Leases and reservations may take half of the arena.
         let total_blocks = 2 * (FETCHES + 1) * tokens.div_ceil(16) + 64 * STREAMS;
         let options = OpenOptions { threads: NonZeroUsize::new(threads), total_blocks, ..OpenOptions::default() };
@@ -42,9 +48,11 @@ impl Node {
             timeout: TIMEOUT,
         };
         let metrics = TransferMetrics::new(&mut Registry::default());
-        let (engine, server) = transfer::open(Arc::new(engine), exchange.clone(), options, listener, metrics)?;
+        let open = || transfer::open(Arc::new(engine), exchange.clone(), options, listener, metrics);
+        let (opened, lane) = cores::on(core, || (open(), Lane::start()))?;
+        let ((engine, server), lane) = (opened?, lane?);
         tokio::spawn(serve(server, Arc::new(Drain::default())));
-        Ok(Self { engine, exchange, lane: Lane::start()? })
+        Ok(Self { engine, exchange, lane })
     }
 
     /// Leases the prompt's blocks; computes those that are not cached.

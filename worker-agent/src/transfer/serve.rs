@@ -34,6 +34,8 @@ const HELLO: Duration = Duration::from_secs(2);
 const IDLE: Duration = Duration::from_secs(10);
 /// Longest time in which a client takes none of [`PIECE`] bytes.
 const STALL: Duration = Duration::from_secs(5);
+/// Bytes of blocks whose places are told at once.
+const BATCH: usize = 1 << 20;
 /// Longest wait for the end of a copy within the host, whose source is held meanwhile.
 const COPY: Duration = Duration::from_secs(60);
 /// How often leases are looked at.
@@ -284,15 +286,22 @@ impl Desk {
     async fn tell_places(&self, socket: &mut UnixStream, pull: Pull) -> Result<Arc<Lease>, Ended> {
         let (lease, indexes) = self.find(socket, &pull).await?;
         let sent = self.metrics.sent_bytes(shm::BACKEND);
-        // In one piece: many small ones would fill the socket, since the client takes one between two copies.
-        let mut places = BytesMut::new();
+        // The client copies what it has been told while the next checksums are computed. Not each place for itself: many small
+        // writes would fill the socket, since the client takes one between two copies.
+        let (mut places, mut told) = (BytesMut::new(), 0);
         for (index, hash) in indexes.into_iter().zip(pull.blocks) {
             let bytes = lease.bytes(index).len();
             let (offset, checksum) = (lease.offset(index), lease.checksum(index));
             let place = BlockPlace { hash, bytes: bytes as u32, checksum, offset };
             encode_frame(&ToClient { answer: Some(Answer::Place(place)) }, &mut places);
-            sent.inc_by(bytes as u64);
+            told += bytes;
+            if told >= BATCH {
+                sent.inc_by(told as u64);
+                write_within(socket, places.split(), COPY).await?;
+                told = 0;
+            }
         }
+        sent.inc_by(told as u64);
         write_within(socket, places, COPY).await?;
         Ok(lease)
     }

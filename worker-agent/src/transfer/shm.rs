@@ -5,12 +5,13 @@
 //! sockets apart), the next transport is tried. The memory is sealed: it cannot be cut short while it is read, and it outlives
 //! the other worker until the fetch has ended.
 
+use std::hash::Hasher;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use futures::future::BoxFuture;
 use tokio::net::UnixStream;
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_64;
 
 use super::client::{Client, Deadline, Pace};
 use super::wire::{Answer, BlockPlace};
@@ -96,17 +97,17 @@ fn copy(peer: &Peer, hash: u64, place: &BlockPlace, into: &mut Reservation) -> R
     if (place.hash, place.bytes as usize) != (hash, bytes.len()) {
         return Err(TransferError::Protocol(format!("{place:?} in place of block {hash:016x}")));
     }
-    let mut sum = Xxh3::new();
+    let mut sum = XxHash3_64::new();
     let mut offset = place.offset;
     for piece in bytes.chunks_mut(PIECE) {
         peer.client.deadline.check(Stage::Blocks)?;
         if !peer.memory.copy(offset, piece) {
             return Err(TransferError::Protocol(format!("{place:?} is not in the worker's memory")));
         }
-        sum.update(piece);
+        sum.write(piece);
         offset = offset.saturating_add(piece.len() as u64);
     }
-    if sum.digest() != place.checksum {
+    if sum.finish() != place.checksum {
         return Err(TransferError::Checksum(hash));
     }
     into.complete_next();

@@ -1,11 +1,12 @@
 //! Fetches blocks over TCP, from the socket straight into the arena.
 
+use std::hash::Hasher;
 use std::time::Duration;
 
 use futures::future::BoxFuture;
 use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_64;
 
 use super::client::{Client, Deadline, Pace};
 use super::wire::Answer;
@@ -73,12 +74,12 @@ async fn receive(client: &mut Client<TcpStream>, hash: u64, into: &mut Reservati
     if (head.hash, head.bytes as usize) != (hash, bytes.len()) {
         return Err(TransferError::Protocol(format!("{head:?} in place of block {hash:016x}")));
     }
-    let mut sum = Xxh3::new();
+    let mut sum = XxHash3_64::new();
     for piece in bytes.chunks_mut(PIECE) {
         client.deadline.within(Stage::Blocks, client.socket.read_exact(piece)).await?;
-        sum.update(piece);
+        sum.write(piece);
     }
-    if sum.digest() != head.checksum {
+    if sum.finish() != head.checksum {
         return Err(TransferError::Checksum(hash));
     }
     into.complete_next();

@@ -14,12 +14,13 @@ mod value;
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::hash::Hasher;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use memmap2::{Advice, Mmap};
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_64;
 
 use self::cursor::Cursor;
 pub use self::error::{GgufError, Problem};
@@ -103,23 +104,23 @@ impl Gguf {
     pub fn fingerprint(&self) -> u64 {
         let mut starts: Vec<usize> = self.tensors.values().map(|entry| entry.start).collect();
         starts.sort_unstable();
-        let mut hash = Xxh3::new();
-        hash.update(&self.map.len().to_le_bytes());
-        hash.update(&self.map[..starts.first().copied().unwrap_or(self.map.len())]);
+        let mut hash = XxHash3_64::new();
+        hash.write(&self.map.len().to_le_bytes());
+        hash.write(&self.map[..starts.first().copied().unwrap_or(self.map.len())]);
         let ends = starts.iter().skip(1).copied().chain([self.map.len()]);
         for (start, end) in starts.iter().zip(ends) {
             let tensor = &self.map[*start..end];
             let last = tensor.len().saturating_sub(SAMPLE);
             if last < SAMPLES * SAMPLE {
-                hash.update(tensor);
+                hash.write(tensor);
                 continue;
             }
             for piece in 0..SAMPLES {
                 let at = last * piece / (SAMPLES - 1);
-                hash.update(&tensor[at..at + SAMPLE]);
+                hash.write(&tensor[at..at + SAMPLE]);
             }
         }
-        hash.digest()
+        hash.finish()
     }
 
     /// All metadata keys, in no particular order.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use kv_hashing::SequenceHash;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use crate::engine::builtin::BlockId;
 use crate::engine::builtin::arena::KvArena;
@@ -75,7 +75,7 @@ impl Lease {
     /// # Panics
     /// When there are not so many blocks.
     pub fn checksum(&self, index: usize) -> u64 {
-        *self.checksums[index].get_or_init(|| xxh3_64(self.bytes(index)))
+        *self.checksums[index].get_or_init(|| XxHash3_64::oneshot(self.bytes(index)))
     }
 
     /// Where the block at `index` begins in the arena's memory, in bytes.

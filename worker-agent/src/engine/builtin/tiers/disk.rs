@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use kv_hashing::{SequenceHash, chain};
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use twox_hash::XxHash3_64;
 
 use super::{CachedBlock, DiskSlot, ReadFault, WriteFault};
 use index::{ENTRY, Entry, Header};
@@ -168,7 +168,7 @@ fn known_block(slot: u64, bytes: &[u8]) -> Option<Found> {
 
 /// Of a block's bytes, as the block that they are said to be.
 fn checksum(hash: SequenceHash, bytes: &[u8]) -> u64 {
-    xxh3_64_with_seed(bytes, hash.0)
+    XxHash3_64::oneshot_with_seed(hash.0, bytes)
 }
 
 fn entry_offset(slot: u64) -> u64 {
