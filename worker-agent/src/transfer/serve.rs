@@ -19,8 +19,8 @@ use tokio_util::task::TaskTracker;
 use super::lane::Lane;
 use super::metrics::TransferMetrics;
 use super::wire::{
-    Answer, Ask, BlockHead, BlockPlace, Hello, Pull, Refusal, Refused, ToClient, ToServer, VERSION, Welcome, WireError,
-    read,
+    Answer, Ask, BlockHead, BlockPlace, Hello, LONGEST_PULL, Pull, Refusal, Refused, ToClient, ToServer, VERSION,
+    Welcome, WireError, read,
 };
 use super::{PIECE, shm, tcp};
 use crate::drain::Drain;
@@ -34,8 +34,8 @@ const HELLO: Duration = Duration::from_secs(2);
 const IDLE: Duration = Duration::from_secs(10);
 /// Longest time in which a client takes none of [`PIECE`] bytes.
 const STALL: Duration = Duration::from_secs(5);
-/// Longest wait for the end of a copy within the host, whose source is held meanwhile.
-const COPY: Duration = Duration::from_secs(60);
+/// How much longer than a client says that it copies its source is held, within the host: until its last word is here.
+const GRACE: Duration = Duration::from_secs(1);
 /// How often leases are looked at.
 const EXPIRY: Duration = Duration::from_millis(250);
 /// Longest wait, at the end, for blocks that are being sent.
@@ -196,7 +196,10 @@ impl Desk {
         let (mut held, mut limit) = (None, IDLE);
         while let Some(ask) = next(&mut socket, limit, drain).await? {
             match ask {
-                Ask::Pull(pull) => (held, limit) = (Some(self.tell_places(&mut socket, pull).await?), COPY),
+                Ask::Pull(pull) => {
+                    limit = Duration::from_millis(pull.within_ms.into()).min(LONGEST_PULL) + GRACE;
+                    held = Some(self.tell_places(&mut socket, pull, limit).await?);
+                }
                 ask => {
                     self.release(ask)?;
                     (held, limit) = (None, IDLE);
@@ -281,7 +284,7 @@ impl Desk {
     }
 
     /// Says where the blocks are; they stay there while the lease that is returned lives.
-    async fn tell_places(&self, socket: &mut UnixStream, pull: Pull) -> Result<Arc<Lease>, Ended> {
+    async fn tell_places(&self, socket: &mut UnixStream, pull: Pull, limit: Duration) -> Result<Arc<Lease>, Ended> {
         let (lease, indexes) = self.find(socket, &pull).await?;
         let sent = self.metrics.sent_bytes(shm::BACKEND);
         // In one piece: many small ones would fill the socket, since the client takes one between two copies.
@@ -293,7 +296,7 @@ impl Desk {
             encode_frame(&ToClient { answer: Some(Answer::Place(place)) }, &mut places);
             sent.inc_by(bytes as u64);
         }
-        write_within(socket, places, COPY).await?;
+        write_within(socket, places, limit).await?;
         Ok(lease)
     }
 }
