@@ -40,6 +40,12 @@ pub enum Command {
     Worker(Box<WorkerArgs>),
     /// Serves a model on this machine: one router and some workers, until Ctrl-C
     Up(Up),
+    /// Gets a model's file, unless it is here, and prints its path
+    Model {
+        /// GGUF file, Hugging Face repository (org/name, hf://org/name@rev/file.gguf) or `default`
+        #[arg(default_value = "default")]
+        model: String,
+    },
     /// Asks a router where a request would go, or why one went where it did
     Explain(Explain),
     /// Prints the Kubernetes definitions, for `kubectl apply -f -`

@@ -1,4 +1,4 @@
-//! The one binary: `armature operator | router | worker | up | explain | crds`.
+//! The one binary: `armature operator | router | worker | up | model | explain | crds`.
 //!
 //! Parses, wires, waits, drains. Settings that cannot work end it with exit code 2 and one line, before any port is bound.
 
@@ -42,6 +42,7 @@ fn run(command: Command) -> Outcome {
             signals::serve(|shutdown| commands::worker::run(*args, shutdown))
         }
         Command::Up(args) => signals::serve(|shutdown| up::run(args, shutdown)),
+        Command::Model { model } => signals::serve(|shutdown| commands::model::run(model, shutdown)),
         Command::Explain(args) => explain::run(&args),
         Command::Crds => reference::print(reference::crds()),
         Command::Reference { what } => reference::print(what.text()),

@@ -5,9 +5,10 @@
 use std::future::Future;
 use std::sync::Arc;
 
+use kv_index::TierBlocks;
 use protocol::metadata::ModelCard;
 use protocol::request_plane::{Finished, Generate, Output};
-use routing::{CostOverrides, Explanation, Record, WorkerSet};
+use routing::{CostOverrides, Explanation, RankView, Record, Worker, WorkerSet};
 
 use crate::model::Model;
 use crate::proxy::Proxy;
@@ -144,6 +145,19 @@ pub enum PrefillChoice {
     Local(&'static str),
 }
 
+/// A rank of a worker, as people look at it.
+#[derive(Clone, Debug)]
+pub struct WorkerStatus {
+    /// It.
+    pub worker: Worker,
+    /// Its model is loaded here: requests can go to it.
+    pub loaded: bool,
+    /// What runs there, as routers count it.
+    pub load: RankView,
+    /// Blocks that it is taken to hold.
+    pub held: TierBlocks,
+}
+
 /// Something that a person should look at.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Warning {
@@ -175,6 +189,11 @@ pub trait Backend: Send + Sync + 'static {
 
     /// What keeps the router from choosing as well as it should, although requests are served.
     fn warnings(&self) -> Vec<Warning> {
+        Vec::new()
+    }
+
+    /// Every worker that is known, also where no request can go, by name.
+    fn worker_status(&self) -> Vec<WorkerStatus> {
         Vec::new()
     }
 

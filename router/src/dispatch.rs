@@ -19,9 +19,11 @@ use std::sync::Arc;
 use kv_hashing::HashSpace;
 use kv_index::{Overlaps, TierBlocks, WorkerRank};
 use protocol::request_plane::Generate;
-use routing::{ConditionalDisagg, CostConfig, Record, Refusal, WorkerSet};
+use routing::{ConditionalDisagg, CostConfig, Record, Refusal, Worker, WorkerSet};
 
-use crate::backend::{Backend, DispatchError, Explained, PrefillChoice, RouteOptions, Routed, ServedModel, Warning};
+use crate::backend::{
+    Backend, DispatchError, Explained, PrefillChoice, RouteOptions, Routed, ServedModel, Warning, WorkerStatus,
+};
 use crate::config::Settings;
 use crate::proxy::Proxy;
 use crate::workers::Cluster;
@@ -187,6 +189,20 @@ impl Backend for Dispatcher {
         let blind = self.attempts.cluster.index.finds_nothing();
         let blind = blind.then_some(Warning { worker: None, reason: "no prompt's blocks are ever known" });
         troubles.chain(blind).collect()
+    }
+
+    fn worker_status(&self) -> Vec<WorkerStatus> {
+        let view = self.attempts.cluster.view.load();
+        let ranks = view.workers.values().flat_map(|life| life.routing_workers());
+        let status = |worker: Worker| WorkerStatus {
+            loaded: view.set.get(worker.rank).is_some(),
+            load: self.attempts.placement.load(worker.rank),
+            held: self.attempts.cluster.index.blocks(worker.rank),
+            worker,
+        };
+        let mut all: Vec<_> = ranks.map(status).collect();
+        all.sort_by(|a, b| (&a.worker.name, a.worker.rank).cmp(&(&b.worker.name, b.worker.rank)));
+        all
     }
 
     fn workers(&self) -> WorkerSet {

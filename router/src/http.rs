@@ -15,6 +15,7 @@ mod pace;
 mod pages;
 mod routes;
 mod socket;
+mod status;
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -44,8 +44,12 @@ const BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Duration::fro
 /// Shortest time between two dumps that orphans ask for: an engine that stores under evicted parents must not cause one each time.
 const ORPHAN_DUMPS: Duration = Duration::from_secs(10);
 
-/// Blocks that a rank may hold for each block of device memory it claims: room for tiers below it, of which cards say nothing.
+/// Blocks that a rank may hold for each block of device memory it claims, where its card says nothing of the tiers below it.
 const TIER_SLACK: u64 = 16;
+
+/// Blocks that a rank may hold for each block that its card gives all of its tiers room for: events of what goes and of what comes
+/// need not be in the order of the arena's own books.
+const SLACK: u64 = 2;
 
 /// Least limit of blocks a rank; a claim that is too low must not blind the index.
 const LEAST_LIMIT: usize = 1 << 16;
@@ -60,6 +64,8 @@ pub(crate) struct Feed {
     pub(crate) ranks: u32,
     /// Blocks of device memory behind each rank, if it says.
     pub(crate) total_blocks: Option<u64>,
+    /// Blocks below the device memory of each rank, if it says.
+    pub(crate) tier_blocks: Option<u64>,
     /// Whether it answers samples of its blocks.
     pub(crate) samples: bool,
     /// Is told when events come.
@@ -108,6 +114,15 @@ struct Rank {
     refused: bool,
 }
 
+/// Most blocks of a rank that the index takes in.
+fn most_blocks(device: u64, below: Option<u64>) -> usize {
+    let most = match below {
+        Some(below) => device.saturating_add(below).saturating_mul(SLACK),
+        None => device.saturating_mul(TIER_SLACK),
+    };
+    usize::try_from(most).unwrap_or(usize::MAX).clamp(LEAST_LIMIT, kv_index::MAX_RANK_BLOCKS)
+}
+
 type Recovery = Pin<Box<dyn Future<Output = (u32, Result<Answer, QueryError>)> + Send>>;
 
 struct Ingest {
@@ -125,10 +140,9 @@ struct Ingest {
 impl Ingest {
     /// Bounds what a broken or hostile engine can make the index hold.
     async fn limit(&mut self) {
-        let Feed { worker, total_blocks, .. } = self.feed;
+        let Feed { worker, total_blocks, tier_blocks, .. } = self.feed;
         let Some(total) = total_blocks else { return };
-        let limit = usize::try_from(total.saturating_mul(TIER_SLACK)).unwrap_or(usize::MAX);
-        let limit = limit.clamp(LEAST_LIMIT, kv_index::MAX_RANK_BLOCKS);
+        let limit = most_blocks(total, tier_blocks);
         let expected = usize::try_from(total).unwrap_or(usize::MAX).min(limit);
         for dp_rank in 0..self.feed.ranks {
             self.feed.index.expect(WorkerRank { worker, dp_rank }, Some(expected), limit, &self.feed.stop).await;
@@ -360,5 +374,23 @@ impl Ingest {
         self.feed.metrics.events_held.dec_by(cursor.held() as i64);
         let held = cursor.release();
         self.events(held).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_worker_may_hold_what_it_says_it_has_room_for() {
+        // 4096 blocks of 360 KiB in memory, and 1 TB of disk.
+        let disk = 1_000_000_000_000 / (360 << 10);
+        assert_eq!(most_blocks(4096, None), LEAST_LIMIT);
+        assert!(most_blocks(4096, Some(disk)) as u64 > 4096 + disk, "all of it");
+        assert_eq!(most_blocks(100_000, None), 1_600_000);
+        assert_eq!(most_blocks(100_000, Some(0)), 200_000, "there is nothing below");
+        for hostile in [most_blocks(u64::MAX, None), most_blocks(1, Some(u64::MAX))] {
+            assert_eq!(hostile, kv_index::MAX_RANK_BLOCKS);
+        }
     }
 }

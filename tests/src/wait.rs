@@ -4,6 +4,14 @@ use std::fmt::Debug;
 use std::future::Future;
 use std::time::{Duration, Instant};
 
+/// Longest wait of [`within`] for anything that should come.
+pub const DEADLINE: Duration = Duration::from_secs(20);
+
+/// Waits for `future`, at most [`DEADLINE`]; panics with what was awaited.
+pub async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(DEADLINE, future).await.unwrap_or_else(|_| panic!("{what}: nothing within {DEADLINE:?}"))
+}
+
 /// Between two looks.
 const INTERVAL: Duration = Duration::from_millis(50);
 

@@ -7,17 +7,15 @@ use std::time::Duration;
 use http_body_util::BodyExt;
 use hyper::{Method, StatusCode};
 use integration_tests::chat::{Router, message, read_stream, request};
-use integration_tests::process::Armature;
+use integration_tests::process::required;
+use integration_tests::system::{Beside, System};
 use integration_tests::wait::until;
 use serde_json::{Value, json};
 
 #[path = "vllm/server.rs"]
 mod server;
-#[path = "vllm/system.rs"]
-mod system;
 
 use server::Vllm;
-use system::System;
 
 const MODEL: &str = "smollm2";
 /// Tokens of a block: the least that vLLM has on a CPU.
@@ -32,12 +30,22 @@ async fn two_real_vllm_behind_a_router() {
     let (first, second) = tokio::join!(Vllm::start(0), Vllm::start(1));
     let servers = [first, second];
     let split = halves(&servers).await;
-    let system = System::start(&servers, ["aggregated", "aggregated"]).await;
+    let system = start(&servers, ["aggregated", "aggregated"]).await;
     let whole = answers(&system).await;
     assert_eq!(split, whole, "the same text, whether or not the KV travelled");
     overlap_is_vllm_s_own(&system, &servers).await;
     a_client_that_leaves_ends_its_request(&system, &servers).await;
     a_killed_vllm_is_left(&system, servers).await;
+}
+
+/// A router, and a worker beside each server.
+async fn start(servers: &[Vllm; 2], roles: [&str; 2]) -> System {
+    let model = required("ARMATURE_VLLM_MODEL");
+    let beside = |server: &Vllm, role| {
+        let flags = ["--engine", "vllm", "--vllm-url", &server.url, "--vllm-kv-events", &server.events];
+        Beside { role, model: &model, flags: flags.map(str::to_owned).into() }
+    };
+    System::start(&[beside(&servers[0], roles[0]), beside(&servers[1], roles[1])]).await
 }
 
 /// Prompts whose answers are compared: of any length, and of whole blocks.
@@ -68,7 +76,7 @@ async fn answers(system: &System) -> Vec<String> {
 
 /// Prefill on one server, decode on the other: KV goes from one to the other by their own means.
 async fn halves(servers: &[Vllm; 2]) -> Vec<String> {
-    let system = System::start(servers, ["prefill", "decode"]).await;
+    let system = start(servers, ["prefill", "decode"]).await;
     let before = servers[1].metric("external_prefix_cache_hits_total").await;
     let texts = answers(&system).await;
     let remote = system.metric("armature_router_prefills_total{reason=\"remote\"}").await;

@@ -179,12 +179,13 @@ impl Agent {
         let ports = (listeners.request.local_addr()?.port(), publisher.port());
         let admin_address = listeners.admin.local_addr()?;
         let exchange = engine.exchange();
-        let kv_layout = engine.kv_layout();
+        let (kv_layout, tier_blocks) = (engine.kv_layout(), engine.tier_blocks());
         let devices = accelerators::inventory();
         let describe = |draining| {
             let (identity, engine, model) = (&identity, engine.info(), &model);
             let kv_layout = kv_layout.as_deref();
-            Description { settings, identity, engine, model, kv_layout, ports, draining, devices }.metadata()
+            Description { settings, identity, engine, model, kv_layout, tier_blocks, ports, draining, devices }
+                .metadata()
         };
         let (metadata, metadata_receiver) = watch::channel(describe(false));
         let draining_metadata = describe(true);

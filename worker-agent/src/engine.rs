@@ -173,6 +173,11 @@ pub trait Engine: Send + Sync + 'static {
         self.exchange().map(|exchange| exchange.layout().to_string())
     }
 
+    /// KV blocks that it has room for below its arena, all tiers together; `None` where that is not known.
+    fn tier_blocks(&self) -> Option<usize> {
+        None
+    }
+
     /// Makes what only this kind of engine counts part of the worker's metrics.
     fn register(&self, _registry: &mut Registry) {}
 }

@@ -92,6 +92,8 @@ pub(crate) struct Description<'a> {
     pub(crate) model: &'a ModelInfo,
     /// What the engine's blocks are, where they can be moved.
     pub(crate) kv_layout: Option<&'a str>,
+    /// Room for blocks below device memory, if that is known.
+    pub(crate) tier_blocks: Option<usize>,
     /// Ports of the request plane and of events, as they are bound.
     pub(crate) ports: (u16, u16),
     pub(crate) draining: bool,
@@ -168,6 +170,7 @@ impl Description<'_> {
                 labels: self.settings.labels.clone(),
                 draining: self.draining,
                 block_hash_probe: metadata::block_hash_probe(self.engine.block_size),
+                tier_blocks: self.tier_blocks.map(|blocks| blocks as u64),
                 answers_samples: true,
                 devices: crate::accelerators::cards(self.devices),
             }),

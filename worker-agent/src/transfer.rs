@@ -225,6 +225,10 @@ impl Engine for Transfers {
         Some(self.fetcher.exchange.clone())
     }
 
+    fn tier_blocks(&self) -> Option<usize> {
+        self.engine.tier_blocks()
+    }
+
     fn register(&self, registry: &mut Registry) {
         self.engine.register(registry);
     }

@@ -4,8 +4,7 @@
 //! prompts' tokens, 48 chosen tokens each, and how far the second-best logit was. Two correct programs round differently, so
 //! a prompt is compared up to the first step at which the reference itself was undecided.
 
-use std::path::PathBuf;
-
+use integration_tests::model;
 use serde::Deserialize;
 use worker_agent::engine::builtin::llama::{Llama, LlamaOptions};
 use worker_agent::engine::builtin::{BlockId, Chunk, Forward, Logits};
@@ -42,19 +41,9 @@ fn references() -> Vec<Reference> {
     serde_json::from_str(&text).expect("the reference is JSON")
 }
 
-fn model() -> PathBuf {
-    let path = std::env::var_os("ARMATURE_TEST_MODEL").map(PathBuf::from).unwrap_or_else(|| {
-        let home = || PathBuf::from(std::env::var_os("HOME").expect("HOME is set")).join(".cache");
-        let cache = std::env::var_os("XDG_CACHE_HOME").map_or_else(home, PathBuf::from);
-        cache.join("armature/models/smollm2-135m-instruct-q4_1.gguf")
-    });
-    assert!(path.exists(), "{} is missing; run `cargo xtask model` to download it", path.display());
-    path
-}
-
 fn load(threads: usize, blocks: usize) -> Llama {
     let options = LlamaOptions { threads, block_size: BLOCK_SIZE, total_blocks: blocks };
-    Llama::load(model(), options).expect("the model loads")
+    Llama::load(model::path(), options).expect("the model loads")
 }
 
 fn best(logits: &[f32]) -> u32 {

@@ -139,8 +139,8 @@ fn alone() -> anyhow::Result<()> {
 fn integration() -> anyhow::Result<()> {
     python::run()?;
     let (model, binary) = (model::obtain()?, binaries()?.join("armature"));
-    let mut up = nextest(&["--workspace", "--features", SUITES, "--test", "up"])?;
-    run_command(up.env("ARMATURE_BIN", &binary).env("ARMATURE_MODEL", &model))?;
+    let mut processes = nextest(&["--workspace", "--features", SUITES, "--test", "up", "--test", "engines"])?;
+    run_command(processes.env("ARMATURE_BIN", &binary).env("ARMATURE_MODEL", &model))?;
     let served = Served::start(&binary, &model)?;
     let mut client = command(client_environment()?.join("pytest"));
     client.args(["--quiet", "-p", "no:cacheprovider", "tests/openai_client"]).env("PYTHONDONTWRITEBYTECODE", "1");

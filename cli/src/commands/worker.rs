@@ -160,7 +160,7 @@ fn stem(file: &Path) -> String {
 }
 
 /// A pod has no terminal: one line at the start and one at the end of a download.
-fn log_progress(progress: Progress<'_>) {
+pub fn log_progress(progress: Progress<'_>) {
     if progress.done == 0 || Some(progress.done) == progress.total {
         tracing::info!(file = progress.file, done = progress.done, total = progress.total, "downloading the model");
     }

@@ -156,6 +156,9 @@ pub struct ArmatureCard {
     /// would find nothing in its events.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub block_hash_probe: Vec<u64>,
+    /// KV blocks that it has room for below device memory, all tiers together; absent where a worker does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tier_blocks: Option<u64>,
     /// The worker answers `KvSample` on the request plane.
     #[serde(default)]
     pub answers_samples: bool,

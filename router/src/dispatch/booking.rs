@@ -8,12 +8,12 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use kv_hashing::BlockSize;
-use kv_index::{Overlaps, WorkerId};
+use kv_index::{Overlaps, WorkerId, WorkerRank};
 use parking_lot::Mutex;
 use prometheus_client::metrics::gauge::Gauge;
 use routing::{
-    ActiveLoad, BookingId, Decision, DecisionLog, Explanation, NewBooking, Record, Refusal, ReplicaChange, Request,
-    RouterId, Selector, Ticket, WorkerSet,
+    ActiveLoad, BookingId, Decision, DecisionLog, Explanation, NewBooking, RankView, Record, Refusal, ReplicaChange,
+    Request, RouterId, Selector, Ticket, WorkerSet,
 };
 
 use super::queue::Lanes;
@@ -161,6 +161,11 @@ impl Placement {
     /// The decisions about a request that are still known, oldest first.
     pub(crate) fn decisions(&self, request: &str) -> Vec<Record> {
         self.state.lock().log.get(request)
+    }
+
+    /// What runs on a rank, as decisions see it.
+    pub(crate) fn load(&self, rank: WorkerRank) -> RankView {
+        self.state.lock().load.rank(rank)
     }
 
     /// A worker is gone, and what ran there.

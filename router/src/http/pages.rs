@@ -1,6 +1,4 @@
-//! What is read with GET: models, health, metrics, and a page for people.
-
-use std::fmt::Write;
+//! What programs read with GET: models, health, metrics.
 
 use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
@@ -54,44 +52,11 @@ pub(super) fn metrics(registry: &Registry) -> Result<String, ApiError> {
     }
 }
 
-/// `GET /`.
-pub(super) fn status(backend: &impl Backend, ready: bool) -> String {
-    let mut rows = String::new();
-    for model in sorted(backend) {
-        let card = &model.card;
-        let capacity = card.runtime_config.total_kv_blocks.map_or("–".to_owned(), |blocks| blocks.to_string());
-        write!(
-            rows,
-            "<tr><td>{}</td><td>{}</td><td>{}</td><td>{capacity}</td><td>{}</td></tr>",
-            escape(&card.display_name),
-            card.context_length,
-            card.kv_cache_block_size,
-            model.model.tokenizer_name(),
-        )
-        .expect("a String takes everything");
-    }
-    if rows.is_empty() {
-        rows.push_str("<tr><td colspan=5>no model is served yet</td></tr>");
-    }
-    let state = if ready { "ready" } else { "not ready" };
-    format!(
-        "<!doctype html><html lang=en><meta charset=utf-8><title>Armature</title>\
-         <style>body{{font:16px/1.5 system-ui;margin:3em auto;max-width:50em;padding:0 1em}}\
-         td,th{{text-align:left;padding:.2em 1.5em .2em 0}}</style>\
-         <h1>Armature</h1><p>This router is <b>{state}</b>.</p>\
-         <table><tr><th>model</th><th>context</th><th>block size</th><th>KV blocks of a worker</th><th>tokenizer</th></tr>{rows}</table>\
-         <p><a href=/v1/models>/v1/models</a> · <a href=/health>/health</a> · <a href=/metrics>/metrics</a></p></html>"
-    )
-}
-
-fn sorted(backend: &impl Backend) -> Vec<std::sync::Arc<ServedModel>> {
+/// Every model, by name.
+pub(super) fn sorted(backend: &impl Backend) -> Vec<std::sync::Arc<ServedModel>> {
     let mut models = backend.models();
     models.sort_by(|a, b| a.card.display_name.cmp(&b.card.display_name));
     models
-}
-
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
 /// `%2F` → `/`; what is no valid escape stays.

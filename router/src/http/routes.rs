@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use super::admission::Admission;
 use super::body::ResponseBody;
 use super::metrics::FrontendMetrics;
-use super::{FrontendConfig, pages};
+use super::{FrontendConfig, pages, status};
 use crate::backend::Backend;
 use crate::openai::Endpoint;
 use crate::openai::error::ApiError;
@@ -72,7 +72,7 @@ impl<B: Backend> Frontend<B> {
         let backend = &*self.backend;
         let ready = backend.synced() && !self.draining.is_cancelled();
         Some(match path {
-            "/" => text_response(StatusCode::OK, "text/html; charset=utf-8", pages::status(backend, ready)),
+            "/" => text_response(StatusCode::OK, "text/html; charset=utf-8", status::page(backend, ready)),
             "/live" => json_response(StatusCode::OK, r#"{"status":"live"}"#),
             "/ready" if ready => json_response(StatusCode::OK, r#"{"status":"ready"}"#),
             "/ready" => json_response(StatusCode::SERVICE_UNAVAILABLE, r#"{"status":"not ready"}"#),

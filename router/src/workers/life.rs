@@ -97,6 +97,7 @@ impl Life {
             name: spec.name.clone(),
             ranks: self.ranks(),
             total_blocks: spec.card.runtime_config.total_kv_blocks,
+            tier_blocks: spec.card.armature.as_ref().and_then(|card| card.tier_blocks),
             samples: spec.card.armature.as_ref().is_some_and(|card| card.answers_samples),
             silence: self.silence.clone(),
             live: self.events_live.clone(),
@@ -280,7 +281,7 @@ impl Life {
     }
 
     /// It as decisions see it: each of its ranks, which have a cache and a load of their own.
-    pub(super) fn routing_workers(&self) -> impl Iterator<Item = routing::Worker> {
+    pub(crate) fn routing_workers(&self) -> impl Iterator<Item = routing::Worker> {
         let (first, ranks) = (self.first_rank(), self.ranks());
         (0..ranks).map(move |dp_rank| routing::Worker { rank: WorkerRank { dp_rank, ..first.rank }, ..first.clone() })
     }

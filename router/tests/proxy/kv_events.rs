@@ -1,5 +1,6 @@
 //! KV events of the servers' own engines: requests go where the engine says that their prompt is.
 
+use integration_tests::byte_model;
 use serde_json::{Value, json};
 
 use crate::engine::*;
@@ -30,7 +31,7 @@ impl Pair {
 
     async fn with(engine: Engine, source: &str) -> Self {
         let (first, second) = (Server::start("first").await, Server::start("second").await);
-        let model = model_directory();
+        let model = byte_model::directory();
         let events = format!("--kv-events-endpoints={}={source}", first.url());
         let path = format!("--model-path={}", model.path().display());
         let router = Router::start(&[&first, &second], &[&events, &path]).await;
@@ -143,7 +144,7 @@ async fn an_engine_may_connect_to_the_router() {
     let port = listener.local_addr().expect("bound").port();
     drop(listener);
     let (first, second) = (Server::start("first").await, Server::start("second").await);
-    let model = model_directory();
+    let model = byte_model::directory();
     let events = format!("--kv-events-endpoints={}=tcp://*:{port}", first.url());
     let path = format!("--model-path={}", model.path().display());
     let router = Router::start(&[&first, &second], &[&events, &path]).await;

@@ -1,10 +1,10 @@
 //! A vLLM process, bound to a core, with KV events and the connector that moves KV.
 
-use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
 use integration_tests::process::{kill_group, required};
+use integration_tests::system::{free_port, sum};
 
 use super::*;
 
@@ -32,11 +32,6 @@ impl Drop for Vllm {
     }
 }
 
-/// A port that is free now; nobody else takes it in this test.
-pub fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port").port()
-}
-
 impl Vllm {
     /// Starts the server on this core, and waits until it is ready. The first one connects to whoever wants its events, the second
     /// one is connected to.
@@ -50,7 +45,8 @@ impl Vllm {
         let replay = format!("tcp://127.0.0.1:{replay}");
         let publisher = json!({"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": publish,
             "replay_endpoint": replay, "topic": "kv-events"});
-        let transfer = json!({"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"});
+        let role = if core == 0 { "kv_producer" } else { "kv_consumer" };
+        let transfer = json!({"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"});
         let mut command = Command::new("taskset");
         command.args(["--cpu-list", &core.to_string()]).arg(required("ARMATURE_VLLM")).arg("serve");
         command.arg(required("ARMATURE_VLLM_MODEL")).args(["--served-model-name", MODEL, "--host", "127.0.0.1"]);
@@ -94,6 +90,6 @@ impl Vllm {
     /// Sum of the samples of a metric whose names begin so.
     pub async fn metric(&self, name: &str) -> f64 {
         let (_, _, page) = Router::new(&self.url).send(Method::GET, "/metrics", None).await.expect("metrics");
-        system::sum(&page, &format!("vllm:{name}"))
+        sum(&page, &format!("vllm:{name}"))
     }
 }

@@ -8,7 +8,6 @@ use tokenizers::Tokenizer;
 use super::byte_level::Decoder;
 use super::*;
 use crate::engine::builtin::gguf::fixture::GgufBuilder;
-use crate::engine::builtin::test_model;
 
 const NORMAL: i32 = 1;
 const UNKNOWN: i32 = 2;
@@ -16,7 +15,7 @@ const CONTROL: i32 = 3;
 const BYTE: i32 = 6;
 
 fn real_model() -> Artifacts {
-    open(&test_model::path()).expect("the default model is supported")
+    open(&integration_tests::model::path()).expect("the default model is supported")
 }
 
 fn open(path: &Path) -> Result<Artifacts, ArtifactError> {

@@ -59,6 +59,11 @@ pub struct RemoteConfig {
     /// Time between two tokens, in seconds; routers give up sooner
     #[arg(long, default_value_t = 300, visible_alias = "vllm-token-s-max")]
     pub engine_token_s_max: u64,
+    /// Time, in seconds, in which the engine has to get somewhere with what it computes: it is taken for hung when there is no token
+    /// on any stream for so long and nothing else moves, although it says that it is well. Longer than its longest step; shorter
+    /// than routers wait for a token (120), so that streams go on elsewhere
+    #[arg(long, default_value_t = 60)]
+    pub engine_stall_s_max: u64,
     /// Longest wait for the engine to be ready, at the start and after it was lost, in seconds
     #[arg(long, default_value_t = 1800, visible_alias = "vllm-start-s-max")]
     pub engine_start_s_max: u64,
@@ -146,6 +151,8 @@ pub struct RemoteSettings {
     pub first_token_max: Duration,
     /// Time between two tokens.
     pub token_max: Duration,
+    /// Time in which it has to get somewhere with what it computes.
+    pub stall_max: Duration,
     /// Longest wait for it to be ready.
     pub start_max: Duration,
     /// Host of the server as others reach it.
@@ -170,6 +177,7 @@ impl Config {
             ("--engine-max-num-batched-tokens", Some(flags.engine_max_num_batched_tokens)),
             ("--engine-first-token-s-max", Some(flags.engine_first_token_s_max as usize)),
             ("--engine-token-s-max", Some(flags.engine_token_s_max as usize)),
+            ("--engine-stall-s-max", Some(flags.engine_stall_s_max as usize)),
             ("--engine-start-s-max", Some(flags.engine_start_s_max as usize)),
         ] {
             if value == Some(0) {
@@ -196,6 +204,7 @@ impl Config {
             max_waiting: flags.engine_max_waiting,
             first_token_max: Duration::from_secs(flags.engine_first_token_s_max),
             token_max: Duration::from_secs(flags.engine_token_s_max),
+            stall_max: Duration::from_secs(flags.engine_stall_s_max),
             start_max: Duration::from_secs(flags.engine_start_s_max),
             bootstrap_host: flags.sglang_bootstrap_host.as_ref().unwrap_or(&self.host).clone(),
         })

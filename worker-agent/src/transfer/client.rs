@@ -8,7 +8,7 @@ use protocol::request_plane::encode_frame;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::time::Instant;
 
-use super::wire::{Answer, Ask, Hello, Pull, Refusal, ToClient, ToServer, VERSION, WireError, read};
+use super::wire::{Answer, Ask, Hello, LONGEST_PULL, Pull, Refusal, ToClient, ToServer, VERSION, WireError, read};
 use super::{Source, Stage, TransferError};
 use crate::engine::builtin::exchange::Reservation;
 
@@ -63,7 +63,12 @@ impl Deadline {
     /// For the missing blocks.
     pub(super) fn blocks(timeout: Duration, of: &Reservation) -> Self {
         let mib = (of.missing().len() * of.block_bytes()).div_ceil(1 << 20) as u32;
-        Self::new(timeout + PER_MIB * mib)
+        Self::new((timeout + PER_MIB * mib).min(LONGEST_PULL))
+    }
+
+    /// Time that is left.
+    pub(super) fn left(self) -> Duration {
+        self.at.saturating_duration_since(Instant::now())
     }
 
     pub(super) fn release() -> Self {
@@ -116,7 +121,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Client<S> {
     /// Asks for all blocks that are missing; they are answered in this order.
     pub(super) async fn ask(&mut self, lease: u64, missing: &Reservation) -> Result<Vec<u64>, TransferError> {
         let blocks: Vec<u64> = missing.missing().map(|hash| hash.0).collect();
-        self.send(Stage::Blocks, Ask::Pull(Pull { lease, blocks: blocks.clone() })).await?;
+        let within_ms = self.deadline.left().as_millis() as u32;
+        self.send(Stage::Blocks, Ask::Pull(Pull { lease, blocks: blocks.clone(), within_ms })).await?;
         Ok(blocks)
     }
 

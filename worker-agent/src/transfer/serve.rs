@@ -19,8 +19,8 @@ use tokio_util::task::TaskTracker;
 use super::lane::Lane;
 use super::metrics::TransferMetrics;
 use super::wire::{
-    Answer, Ask, BlockHead, BlockPlace, Hello, Pull, Refusal, Refused, ToClient, ToServer, VERSION, Welcome, WireError,
-    read,
+    Answer, Ask, BlockHead, BlockPlace, Hello, LONGEST_PULL, Pull, Refusal, Refused, ToClient, ToServer, VERSION,
+    Welcome, WireError, read,
 };
 use super::{PIECE, shm, tcp};
 use crate::drain::Drain;
@@ -36,8 +36,8 @@ const IDLE: Duration = Duration::from_secs(10);
 const STALL: Duration = Duration::from_secs(5);
 /// Bytes of blocks whose places are told at once.
 const BATCH: usize = 1 << 20;
-/// Longest wait for the end of a copy within the host, whose source is held meanwhile.
-const COPY: Duration = Duration::from_secs(60);
+/// How much longer than a client says that it copies its source is held, within the host: until its last word is here.
+const GRACE: Duration = Duration::from_secs(1);
 /// How often leases are looked at.
 const EXPIRY: Duration = Duration::from_millis(250);
 /// Longest wait, at the end, for blocks that are being sent.
@@ -198,7 +198,10 @@ impl Desk {
         let (mut held, mut limit) = (None, IDLE);
         while let Some(ask) = next(&mut socket, limit, drain).await? {
             match ask {
-                Ask::Pull(pull) => (held, limit) = (Some(self.tell_places(&mut socket, pull).await?), COPY),
+                Ask::Pull(pull) => {
+                    limit = Duration::from_millis(pull.within_ms.into()).min(LONGEST_PULL) + GRACE;
+                    held = Some(self.tell_places(&mut socket, pull, limit).await?);
+                }
                 ask => {
                     self.release(ask)?;
                     (held, limit) = (None, IDLE);
@@ -283,7 +286,7 @@ impl Desk {
     }
 
     /// Says where the blocks are; they stay there while the lease that is returned lives.
-    async fn tell_places(&self, socket: &mut UnixStream, pull: Pull) -> Result<Arc<Lease>, Ended> {
+    async fn tell_places(&self, socket: &mut UnixStream, pull: Pull, limit: Duration) -> Result<Arc<Lease>, Ended> {
         let (lease, indexes) = self.find(socket, &pull).await?;
         let sent = self.metrics.sent_bytes(shm::BACKEND);
         // The client copies what it has been told while the next checksums are computed. Not each place for itself: many small
@@ -297,12 +300,12 @@ impl Desk {
             told += bytes;
             if told >= BATCH {
                 sent.inc_by(told as u64);
-                write_within(socket, places.split(), COPY).await?;
+                write_within(socket, places.split(), limit).await?;
                 told = 0;
             }
         }
         sent.inc_by(told as u64);
-        write_within(socket, places, COPY).await?;
+        write_within(socket, places, limit).await?;
         Ok(lease)
     }
 }

@@ -24,6 +24,8 @@ mod socket;
 
 pub(super) use descriptor::send;
 use peer::{Memory, Peer, Peers};
+#[cfg(test)]
+pub(super) use socket::path;
 pub(super) use socket::{Listener, is_ours};
 
 /// As [`super::Offer::backend`] has it.

@@ -5,6 +5,7 @@
 //! them; over a Unix socket a [`BlockPlace`] says where they are, and the arena's descriptor follows the Welcome. A worker that speaks a newer version refuses an older one; both are pods of one deployment.
 
 use std::io;
+use std::time::Duration;
 
 use bytes::BytesMut;
 use prost::{Enumeration, Message, Oneof};
@@ -12,6 +13,8 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 
 /// The version that [`Hello`] carries.
 pub(super) const VERSION: u32 = 1;
+/// Longest time in which blocks are fetched: 6 GB at 10 MB/s.
+pub(super) const LONGEST_PULL: Duration = Duration::from_secs(600);
 /// Longest message, in bytes: the hashes of 130,000 blocks.
 const MAX_MESSAGE: usize = 1 << 20;
 
@@ -54,6 +57,9 @@ pub(super) struct Pull {
     pub(super) lease: u64,
     #[prost(fixed64, repeated, tag = "2")]
     pub(super) blocks: Vec<u64>,
+    /// For how long the client will go on, in milliseconds: so long the blocks stay where they are.
+    #[prost(uint32, tag = "3")]
+    pub(super) within_ms: u32,
 }
 
 /// From the worker that has the blocks.

@@ -1,25 +1,14 @@
 //! Disaggregated serving between two agents: what a router sends them, and what their metrics say of it.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
+use integration_tests::model;
 use protocol::request_plane::{FinishReason, Finished, Generate, ServerFrame, Stop, client_frame, server_frame::Body};
 use worker_agent::engine::builtin::open::OpenOptions;
 use worker_agent::engine::mocker::timing::Profile;
 use worker_agent::engine::mocker::{MockedModel, MockerOptions};
 
 use crate::harness::*;
-
-/// The default model, whose tokenizer mockers have.
-fn model_file() -> PathBuf {
-    let path = std::env::var_os("ARMATURE_TEST_MODEL").map(PathBuf::from).unwrap_or_else(|| {
-        let home = || PathBuf::from(std::env::var_os("HOME").expect("HOME is set")).join(".cache");
-        let cache = std::env::var_os("XDG_CACHE_HOME").map_or_else(home, PathBuf::from);
-        cache.join("armature/models/smollm2-135m-instruct-q4_1.gguf")
-    });
-    assert!(path.is_file(), "{} is missing; run `cargo xtask model` to download it", path.display());
-    path
-}
 
 /// All tokens of an answer, and its end.
 async fn answer(router: &mut Router, stream_id: u64, generate: Generate) -> (Vec<u32>, Finished) {
@@ -44,7 +33,7 @@ async fn worker(role: &str) -> Worker {
         context_length: 2048,
         answer_tokens: None,
     };
-    let mocked = MockedModel::read(&model_file(), options).expect("a model file");
+    let mocked = MockedModel::read(&model::path(), options).expect("a model file");
     let sizes = OpenOptions { total_blocks: 64, ..OpenOptions::default() };
     Worker::with_engine(Arc::new(mocked.start(sizes).expect("starts")), &["--role", role]).await
 }

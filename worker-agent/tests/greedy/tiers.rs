@@ -34,7 +34,7 @@ fn prompts() -> Vec<Vec<u32>> {
 fn start(tiers: TierOptions) -> BuiltIn {
     let threads = std::num::NonZeroUsize::new(2);
     let options = OpenOptions { threads, total_blocks: ARENA, max_num_seqs: 8, tiers, ..OpenOptions::default() };
-    open(&model(), options).expect("opens").0
+    open(&model::path(), options).expect("opens").0
 }
 
 fn disk(dir: &Path) -> TierOptions {

@@ -6,13 +6,14 @@ use axum::http::StatusCode;
 use clap::Parser;
 use kv_index::KvEventData;
 use protocol::request_plane::ErrorCode;
+use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 use worker_agent::admin;
 use worker_agent::agent::{self, Listeners, ModelInfo};
 use worker_agent::config::Config;
 use worker_agent::drain::Drain;
 use worker_agent::engine::remote::metrics::RemoteMetrics;
-use worker_agent::engine::remote::{ConnectError, wait};
+use worker_agent::engine::remote::{ConnectError, Loss, wait, wait_until_it_computes};
 use worker_agent::engine::{Engine, SubmitError};
 
 use crate::server::*;
@@ -58,7 +59,57 @@ async fn one_that_says_that_it_is_ill_is_lost_and_one_slow_answer_says_nothing()
     drop(outputs);
     vllm.say_health(StatusCode::SERVICE_UNAVAILABLE);
     until("the loss", || engine.lost().is_some()).await;
-    assert!(engine.lost().is_some_and(|why| why.contains("503")), "{:?}", engine.lost());
+    assert!(engine.lost().is_some_and(|why| why.to_string().contains("503")), "{:?}", engine.lost());
+}
+
+/// A page of vLLM's metrics while one request is computed.
+fn page(generated: u32) -> String {
+    format!(
+        "vllm:cache_config_info{{block_size=\"32\",num_gpu_blocks=\"100\"}} 1.0\nvllm:num_requests_running{{engine=\"0\"}} 1.0\n\
+         vllm:generation_tokens_total{{engine=\"0\"}} {generated}.0\n"
+    )
+}
+
+#[tokio::test]
+async fn one_that_hangs_while_it_says_that_it_is_well_is_lost_and_not_taken_back_before_it_computes() {
+    let mut vllm = Server::start(Make::Vllm).await;
+    let (engine, metrics) = vllm.engine(&["--engine-stall-s-max", "3"]).await;
+    let outputs = ask(&engine, request(0..4, 9));
+    let stream = vllm.asked().await.stream();
+    stream.tokens(&[20]);
+    // A long prompt of somebody else's: no token, and figures that move.
+    let mut moves = tokio::time::interval(std::time::Duration::from_millis(500));
+    for generated in 0..8 {
+        moves.tick().await;
+        vllm.set_metrics(&page(generated));
+        assert_eq!(engine.lost(), None);
+    }
+    let (tokens, last) = answer(outputs).await;
+    let (found, message) = code(last);
+    assert_eq!((tokens, found), (vec![20], ErrorCode::Draining), "it goes on elsewhere");
+    assert!(message.contains("computed nothing for 3 s"), "{message}");
+    assert!(matches!(engine.lost(), Some(Loss::Hung { requests: 1, .. })), "{:?}", engine.lost());
+    assert_eq!((metrics.lost.get(), metrics.hung.get(), metrics.failed_checks.get()), (1, 1, 0));
+    drop(stream);
+    let settings = vllm.settings(&["--engine-stall-s-max", "1"]);
+    let again = tokio::spawn(async move { wait_until_it_computes(&settings).await });
+    let hangs = vllm.asked().await;
+    assert_eq!((&hangs.body["max_tokens"], &hangs.body["prompt"]), (&json!(1), &json!([0])));
+    hangs.given_up().await;
+    vllm.asked().await.stream().end(&[20], "length", Value::Null);
+    within("the engine", again).await.expect("no panic").expect("it computes again");
+}
+
+#[tokio::test]
+async fn a_page_of_metrics_that_does_not_come_says_nothing_of_its_health() {
+    let mut vllm = Server::start(Make::Vllm).await;
+    let (engine, metrics) = vllm.engine(&[]).await;
+    vllm.refuse_metrics();
+    until("checks that fail", || metrics.failed_checks.get() > 2).await;
+    assert_eq!(engine.lost(), None);
+    let outputs = ask(&engine, request(0..4, 9));
+    vllm.asked().await.stream().end(&[20], "length", Value::Null);
+    assert_eq!(answer(outputs).await.0, [20]);
 }
 
 #[tokio::test]
@@ -91,6 +142,28 @@ async fn what_the_server_does_not_tell_is_a_flag() {
 }
 
 #[tokio::test]
+async fn a_worker_stands_for_one_data_parallel_rank_of_those_that_there_are() {
+    let vllm = Server::start(Make::Vllm).await;
+    let rank =
+        |rank| format!("vllm:cache_config_info{{block_size=\"32\",engine=\"{rank}\",num_gpu_blocks=\"100\"}} 1.0\n");
+    let events = ["--vllm-kv-events", "tcp://127.0.0.1:1"];
+    let ready = async |page: &str, more: &[&str]| {
+        vllm.set_metrics(page);
+        wait(&vllm.settings(more)).await.map(drop)
+    };
+    let both = rank(0) + &rank(1);
+    for (page, more) in [(&both, &[&events[..], &["--engine-dp-rank", "1"]].concat()), (&rank(3), &events.into())] {
+        ready(page, more).await.expect("one of them");
+    }
+    // Its cache is of no interest.
+    ready(&both, &[]).await.expect("all of them");
+    for more in [&events[..], &["--engine-dp-rank", "2"]] {
+        let failed = ready(&both, more).await.expect_err("which of them");
+        assert!(failed.to_string().contains("has the data-parallel ranks [0, 1]"), "{failed}");
+    }
+}
+
+#[tokio::test]
 async fn a_worker_whose_server_is_killed_leaves() {
     #[derive(Parser)]
     struct Cli {
@@ -111,7 +184,7 @@ async fn a_worker_whose_server_is_killed_leaves() {
     let agent = tokio::spawn(agent::run(config, engine.clone(), model, listeners, CancellationToken::new()));
     let entries = || std::fs::read_dir(path).expect("readable").count();
     until("registration", || entries() == 1).await;
-    let metrics = page(admin, "/metrics").await;
+    let metrics = admin_page(admin, "/metrics").await;
     assert!(metrics.contains("armature_worker_engine_losses_total 0"), "{metrics}");
     vllm.kill().await;
     let ended = within("the end of the agent", agent).await.expect("no panic");
@@ -125,14 +198,14 @@ async fn a_process_that_waits_for_its_server_lives_and_is_not_ready() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
     let (address, drain) = (listener.local_addr().expect("bound"), Arc::new(Drain::default()));
     let serving = tokio::spawn(admin::serve_waiting(listener, drain.clone()));
-    assert!(page(address, "/live").await.starts_with("HTTP/1.1 200"));
-    let ready = page(address, "/ready").await;
+    assert!(admin_page(address, "/live").await.starts_with("HTTP/1.1 200"));
+    let ready = admin_page(address, "/ready").await;
     assert!(ready.starts_with("HTTP/1.1 503") && ready.contains("waiting for the engine"), "{ready}");
     drain.stop();
     within("its end", serving).await.expect("no panic");
 }
 
-async fn page(address: std::net::SocketAddr, path: &str) -> String {
+async fn admin_page(address: std::net::SocketAddr, path: &str) -> String {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let mut socket = tokio::net::TcpStream::connect(address).await.expect("it listens");
     let request = format!("GET {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n");

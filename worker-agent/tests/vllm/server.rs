@@ -1,26 +1,18 @@
-//! A server that speaks as vLLM or another engine does and does what the test says, and the engine that uses it.
+//! Engines beside servers that a test plays, and what such servers publish.
 
 use std::collections::VecDeque;
-use std::convert::Infallible;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::body::{Body, Bytes};
-use axum::extract::State;
-use axum::http::{HeaderMap, StatusCode, Uri, header};
-use axum::response::Response;
-use axum::routing::{get, post};
+use bytes::Bytes;
 use clap::Parser;
-use futures::stream;
-use hyper_util::rt::TokioIo;
-use hyper_util::service::TowerToHyperService;
+pub use integration_tests::engine::{Asked, BLOCK, Make, Server};
+pub use integration_tests::wait::within;
 use parking_lot::Mutex;
 use protocol::request_plane::{ErrorCode, Generate, Stop};
 use serde_json::{Value, json};
-use tokio::net::TcpListener;
-use tokio::sync::{mpsc, oneshot};
-use tokio::task::{JoinHandle, JoinSet};
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
 use worker_agent::config::{Config, RemoteSettings};
 use worker_agent::engine::remote::Remote;
 use worker_agent::engine::remote::metrics::RemoteMetrics;
@@ -28,20 +20,10 @@ use worker_agent::engine::remote::wait;
 use worker_agent::engine::{Engine, EngineOutput};
 use zeromq::{PubSocket, RouterSocket, Socket, SocketRecv, SocketSend, ZmqMessage};
 
-/// Tokens of a block.
-pub const BLOCK: usize = 32;
 /// Ends answers.
 pub const EOS: u32 = 2;
 
-/// Longest wait for anything that should come.
-pub const DEADLINE: Duration = Duration::from_secs(20);
-
-/// Waits for `future`, at most [`DEADLINE`].
-pub async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(DEADLINE, future).await.unwrap_or_else(|_| panic!("{what}: nothing within {DEADLINE:?}"))
-}
-
-/// Waits until `condition` holds, at most [`DEADLINE`].
+/// Waits until `condition` holds.
 pub async fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let mut look = tokio::time::interval(Duration::from_millis(5));
     within(what, async {
@@ -52,207 +34,14 @@ pub async fn until(what: &str, mut condition: impl FnMut() -> bool) {
     .await;
 }
 
-/// What the server speaks as.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Make {
-    Vllm,
-    TensorRtLlm,
-    /// With this `disaggregation_mode`.
-    Sglang(&'static str),
+/// A worker's side of a server.
+pub trait Beside {
+    fn settings(&self, more: &[&str]) -> RemoteSettings;
+    fn engine(&self, more: &[&str]) -> impl Future<Output = (Remote, RemoteMetrics)>;
 }
 
-impl Make {
-    /// Flags of a worker beside it.
-    fn flags(self) -> &'static [&'static str] {
-        match self {
-            Self::Vllm => &["--engine", "vllm"],
-            Self::Sglang(_) => &["--engine", "sglang", "--host", "10.0.0.7"],
-            Self::TensorRtLlm => &[
-                "--engine",
-                "tensorrt-llm",
-                "--engine-block-size",
-                "32",
-                "--engine-kv-blocks",
-                "100",
-                "--engine-context-length",
-                "2048",
-            ],
-        }
-    }
-
-    /// Its first page of metrics.
-    fn metrics(self) -> &'static str {
-        match self {
-            Self::Vllm => "vllm:cache_config_info{block_size=\"32\",num_gpu_blocks=\"100\"} 1.0\n",
-            Self::TensorRtLlm | Self::Sglang(_) => "[]",
-        }
-    }
-}
-
-/// A request that reached the server.
-pub struct Asked {
-    pub path: String,
-    pub body: Value,
-    pub headers: HeaderMap,
-    answer: oneshot::Sender<Response>,
-}
-
-/// An answer that the server is sending.
-pub struct Events(mpsc::UnboundedSender<Bytes>);
-
-impl Asked {
-    /// One document.
-    pub fn answer(self, status: u16, body: Value) {
-        let response = Response::builder().status(status).header(header::CONTENT_TYPE, "application/json");
-        let response = response.body(Body::from(body.to_string())).expect("a response");
-        assert!(self.answer.send(response).is_ok(), "somebody waits");
-    }
-
-    /// A stream of events.
-    pub fn stream(self) -> Events {
-        assert_eq!(self.body["stream"], true, "{}", self.body);
-        let (sender, receiver) = mpsc::unbounded_channel();
-        let bytes = stream::unfold(receiver, async |mut receiver: mpsc::UnboundedReceiver<Bytes>| {
-            Some((Ok::<_, Infallible>(receiver.recv().await?), receiver))
-        });
-        let response = Response::builder().header(header::CONTENT_TYPE, "text/event-stream");
-        let response = response.body(Body::from_stream(Box::pin(bytes))).expect("a response");
-        assert!(self.answer.send(response).is_ok(), "somebody waits");
-        Events(sender)
-    }
-
-    /// Waits until nobody waits for an answer.
-    pub async fn given_up(mut self) {
-        within("the end of the connection", self.answer.closed()).await;
-    }
-}
-
-impl Events {
-    pub fn say(&self, event: Value) {
-        self.raw(format!("data: {event}\n\n"));
-    }
-
-    pub fn raw(&self, text: impl Into<Bytes>) {
-        self.0.send(text.into()).expect("somebody reads");
-    }
-
-    pub fn tokens(&self, tokens: &[u32]) {
-        self.say(json!({"choices": [{"index": 0, "text": "", "token_ids": tokens, "finish_reason": null}]}));
-    }
-
-    /// The last tokens, and why.
-    pub fn end(self, tokens: &[u32], reason: &str, stop: Value) {
-        let choice = json!({"index": 0, "text": "", "token_ids": tokens, "finish_reason": reason, "stop_reason": stop});
-        self.say(json!({"choices": [choice]}));
-        self.say(json!({"choices": [], "usage": {"prompt_tokens": 1, "prompt_tokens_details": {"cached_tokens": 7}}}));
-        self.raw("data: [DONE]\n\n");
-    }
-
-    /// Waits until nobody reads any more.
-    pub async fn given_up(self) {
-        within("the end of the connection", self.0.closed()).await;
-    }
-}
-
-struct Shared {
-    asked: mpsc::UnboundedSender<Asked>,
-    metrics: Mutex<String>,
-    /// KV events that nobody has asked for yet.
-    events: Mutex<Vec<Value>>,
-    health: Mutex<StatusCode>,
-}
-
-/// The server; dropping it ends all its connections, as a killed process does.
-pub struct Server {
-    make: Make,
-    pub address: SocketAddr,
-    asked: mpsc::UnboundedReceiver<Asked>,
-    shared: Arc<Shared>,
-    serving: JoinHandle<()>,
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        self.serving.abort();
-    }
-}
-
-impl Server {
-    pub async fn start(make: Make) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let address = listener.local_addr().expect("bound");
-        let (sender, asked) = mpsc::unbounded_channel();
-        let (metrics, health) = (Mutex::new(make.metrics().to_owned()), Mutex::new(StatusCode::OK));
-        let shared = Arc::new(Shared { asked: sender, metrics, events: Mutex::default(), health });
-        let model = json!({"data": [{"id": "lora", "parent": "m", "max_model_len": 2048},
-                {"id": "m", "parent": null, "max_model_len": 2048}]});
-        let routes = axum::Router::new()
-            .route("/health", get(async |State(shared): State<Arc<Shared>>| *shared.health.lock()))
-            .route("/metrics", get(async |State(shared): State<Arc<Shared>>| shared.metrics.lock().clone()))
-            .route("/v1/completions", post(asked_for));
-        let routes = match make {
-            Make::Vllm => routes.route("/v1/models", get(async move || model.to_string())),
-            Make::TensorRtLlm => routes
-                .route("/v1/models", get(async || json!({"object": "list", "data": [{"id": "m"}]}).to_string()))
-                .route("/kv_cache_events", post(kv_cache_events)),
-            Make::Sglang(mode) => {
-                let info = json!({"model_path": "org/m", "served_model_name": "m", "page_size": 32, "context_length": null,
-                    "max_total_num_tokens": 3200, "dp_size": 1, "disaggregation_mode": mode,
-                    "disaggregation_bootstrap_port": 8997});
-                routes
-                    .route("/v1/models", get(async move || model.to_string()))
-                    .route("/get_server_info", get(async move || info.to_string()))
-                    .route("/get_load", get(async |State(shared): State<Arc<Shared>>| shared.metrics.lock().clone()))
-                    .route("/generate", post(asked_for))
-                    .route("/abort_request", post(asked_for))
-            }
-        };
-        let serving = tokio::spawn(serve(listener, routes.with_state(shared.clone())));
-        Self { make, address, asked, shared, serving }
-    }
-
-    /// The next request.
-    pub async fn asked(&mut self) -> Asked {
-        within("a request", self.asked.recv()).await.expect("the server runs")
-    }
-
-    pub fn say_metrics(&self, more: &str) {
-        self.shared.metrics.lock().push_str(more);
-    }
-
-    /// Its page of metrics is empty from now on.
-    pub fn forget_metrics(&self) {
-        self.shared.metrics.lock().clear();
-    }
-
-    /// Replaces the page of metrics.
-    pub fn set_metrics(&self, page: &str) {
-        *self.shared.metrics.lock() = page.to_owned();
-    }
-
-    /// Whoever asks next is told of these.
-    pub fn say_events(&self, events: impl IntoIterator<Item = Value>) {
-        self.shared.events.lock().extend(events);
-    }
-
-    pub fn say_health(&self, status: StatusCode) {
-        *self.shared.health.lock() = status;
-    }
-
-    /// Ends it, and waits until nobody listens at its address.
-    pub async fn kill(self) {
-        self.serving.abort();
-        let address = self.address;
-        drop(self);
-        within("the end of the server", async {
-            while tokio::net::TcpStream::connect(address).await.is_ok() {
-                tokio::task::yield_now().await;
-            }
-        })
-        .await;
-    }
-
-    pub fn settings(&self, more: &[&str]) -> RemoteSettings {
+impl Beside for Server {
+    fn settings(&self, more: &[&str]) -> RemoteSettings {
         #[derive(Parser)]
         struct Cli {
             #[command(flatten)]
@@ -260,41 +49,16 @@ impl Server {
         }
         let url = format!("http://{}", self.address);
         // By its first name, which goes on to work.
-        let base = ["worker", "--name", "w", "--model-path", "m", "--vllm-url", &url];
-        Cli::parse_from([&base[..], self.make.flags(), more].concat()).config.remote_settings().expect("valid")
+        let base = ["worker", "--name", "w", "--host", "10.0.0.7", "--model-path", "m", "--vllm-url", &url];
+        Cli::parse_from([&base[..], self.make().flags(), more].concat()).config.remote_settings().expect("valid")
     }
 
-    pub async fn engine(&self, more: &[&str]) -> (Remote, RemoteMetrics) {
+    async fn engine(&self, more: &[&str]) -> (Remote, RemoteMetrics) {
         let metrics = RemoteMetrics::default();
         let settings = self.settings(more);
         let ready = within("the engine", wait(&settings)).await.expect("it is ready");
         assert_eq!(ready.model, "m");
         (ready.start(&settings, vec![EOS], metrics.clone()), metrics)
-    }
-}
-
-/// As `trtllm-serve` does: what has been told is forgotten.
-async fn kv_cache_events(State(shared): State<Arc<Shared>>) -> String {
-    Value::Array(std::mem::take(&mut *shared.events.lock())).to_string()
-}
-
-async fn asked_for(State(shared): State<Arc<Shared>>, uri: Uri, headers: HeaderMap, body: String) -> Response {
-    let (answer, answered) = oneshot::channel();
-    let body = serde_json::from_str(&body).expect("JSON");
-    shared.asked.send(Asked { path: uri.path().to_owned(), body, headers, answer }).expect("the test runs");
-    // A test that drops it leaves the request without an answer.
-    answered.await.unwrap_or_default()
-}
-
-async fn serve(listener: TcpListener, routes: axum::Router) {
-    let mut connections = JoinSet::new();
-    loop {
-        let Ok((socket, _)) = listener.accept().await else { return };
-        let service = TowerToHyperService::new(routes.clone());
-        connections.spawn(async move {
-            let served = hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(socket), service);
-            _ = served.await;
-        });
     }
 }
 

@@ -9,7 +9,7 @@ use worker_agent::agent::{self, ModelInfo};
 use worker_agent::artifacts::directory;
 use worker_agent::config::{Config, RemoteSettings};
 use worker_agent::engine::remote::metrics::RemoteMetrics;
-use worker_agent::engine::remote::{ConnectError, wait};
+use worker_agent::engine::remote::{ConnectError, Loss, wait, wait_until_it_computes};
 
 use super::{agent_failure, listen};
 use crate::outcome::{Failure, Outcome};
@@ -18,26 +18,35 @@ use crate::outcome::{Failure, Outcome};
 pub(super) async fn run(config: Config, shutdown: CancellationToken) -> Outcome {
     let settings = config.remote_settings().map_err(Failure::settings)?;
     let metrics = RemoteMetrics::default();
-    while live(&config, &settings, &metrics, &shutdown).await? {
+    let mut before = None;
+    while let Some(loss) = live(&config, &settings, &metrics, before.as_ref(), &shutdown).await? {
         tracing::warn!(url = settings.url, "the worker has left; waiting for the engine to come back");
+        before = Some(loss);
     }
     Ok(())
 }
 
-/// One life; false when it was the last.
+/// One life after another that ended for the reason `before`; its own end, unless it was the last.
 async fn live(
     config: &Config,
     settings: &RemoteSettings,
     metrics: &RemoteMetrics,
+    before: Option<&Loss>,
     shutdown: &CancellationToken,
-) -> Result<bool, Failure> {
+) -> Result<Option<Loss>, Failure> {
     let probes = Probes::answer(config).await?;
+    let ready = async {
+        match before {
+            Some(Loss::Hung { .. }) => wait_until_it_computes(settings).await,
+            Some(Loss::Gone(_)) | None => wait(settings).await,
+        }
+    };
     let ready = tokio::select! {
-        ready = wait(settings) => ready,
-        () = shutdown.cancelled() => return Ok(false),
+        ready = ready => ready,
+        () = shutdown.cancelled() => return Ok(None),
     };
     let ready = ready.map_err(|error| match error {
-        ConnectError::Untold { .. } => Failure::settings(error),
+        ConnectError::Untold { .. } | ConnectError::Rank { .. } => Failure::settings(error),
         error => error.into(),
     })?;
     // Only now: it may be the server that has put the files there.
@@ -53,10 +62,10 @@ async fn live(
     let engine = Arc::new(ready.start(settings, artifacts.eos_token_ids, metrics.clone()));
     let listeners = listen(config).await?;
     let ended = agent::run(config.clone(), engine.clone(), model, listeners, shutdown.clone()).await;
-    match ended {
+    match (ended, engine.lost()) {
         // The agent has drained: whatever ended it, the engine is gone.
-        Err(_) if engine.lost().is_some() && !shutdown.is_cancelled() => Ok(true),
-        ended => ended.map(|()| false).map_err(agent_failure),
+        (Err(_), Some(loss)) if !shutdown.is_cancelled() => Ok(Some(loss.clone())),
+        (ended, _) => ended.map(|()| None).map_err(agent_failure),
     }
 }
 

@@ -187,9 +187,14 @@ fn server_args(spec: &WorkerPoolSpec, vllm: &Vllm, model: Vec<String>) -> Vec<St
         "--enable-prompt-tokens-details".into(),
         format!("--kv-events-config={events}"),
     ]);
-    if spec.role != Role::Aggregated {
-        args.push(r#"--kv-transfer-config={"kv_connector":"NixlConnector","kv_role":"kv_both"}"#.into());
-    }
+    let kv_role = match spec.role {
+        Role::Aggregated => None,
+        Role::Prefill => Some("kv_producer"),
+        Role::Decode => Some("kv_consumer"),
+    };
+    args.extend(
+        kv_role.map(|role| format!(r#"--kv-transfer-config={{"kv_connector":"NixlConnector","kv_role":"{role}"}}"#)),
+    );
     args.extend(vllm.args.iter().cloned());
     args
 }

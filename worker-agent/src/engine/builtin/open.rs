@@ -135,12 +135,12 @@ mod tests {
     use std::str::FromStr;
     use std::time::Duration;
 
+    use integration_tests::model;
     use protocol::metadata::artifact;
     use protocol::request_plane::{FinishReason, Generate, Stop};
     use tokenizers::Tokenizer;
 
     use super::*;
-    use crate::engine::builtin::test_model;
     use crate::engine::{Engine, EngineOutput, Finish};
 
     async fn answer(engine: &BuiltIn, request: Generate) -> (Vec<u32>, Finish) {
@@ -159,7 +159,7 @@ mod tests {
     #[tokio::test]
     async fn the_default_model_answers_and_a_second_turn_reuses_the_first() {
         let options = OpenOptions { total_blocks: 64, ..OpenOptions::default() };
-        let (engine, artifacts, facts) = open(&test_model::path(), options).expect("opens");
+        let (engine, artifacts, facts) = open(&model::path(), options).expect("opens");
         assert_eq!((facts.vocab, facts.context_length), (49152, 64 * 16));
         let json = std::str::from_utf8(&artifacts.files[artifact::TOKENIZER]).expect("UTF-8");
         let tokenizer = Tokenizer::from_str(json).expect("a tokenizer.json");
@@ -205,9 +205,9 @@ mod tests {
             assert!(text.contains(&path.display().to_string()) && !text.contains('\n'), "{text}");
         }
         let few = OpenOptions { max_num_batched_tokens: 1, total_blocks: 4, ..OpenOptions::default() };
-        assert!(message(&test_model::path(), few).contains("max_num_batched_tokens"));
+        assert!(message(&model::path(), few).contains("max_num_batched_tokens"));
         let many = OpenOptions { total_blocks: 100_000_000, ..OpenOptions::default() };
-        let text = message(&test_model::path(), many);
+        let text = message(&model::path(), many);
         assert!(text.contains("--kv-blocks 100000000 needs 36864.0 GB (368640 bytes a block)"), "{text}");
     }
 }

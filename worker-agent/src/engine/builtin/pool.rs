@@ -253,6 +253,11 @@ impl BlockPool {
         self.tiers.has(hash)
     }
 
+    /// Whether all these blocks are below, and some of them on disk only.
+    pub fn on_disk_here(&self, blocks: impl Iterator<Item = SequenceHash>) -> bool {
+        self.tiers.all_below_and_some_on_disk(blocks)
+    }
+
     /// Brings a block that is not cached into `to`, which the caller holds alone and then commits.
     pub fn fetch(&mut self, hash: SequenceHash, to: BlockId) -> Found {
         debug_assert!(!self.cached.contains_key(&hash), "it is in the arena");

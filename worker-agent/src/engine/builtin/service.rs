@@ -54,6 +54,8 @@ pub struct BuiltIn {
     shared: Arc<Shared>,
     exchange: Option<Arc<Exchange>>,
     tiers: Option<TierMetrics>,
+    /// In all tiers below the arena.
+    tier_blocks: usize,
     events: Mutex<Option<UnboundedReceiver<ArenaEvent>>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -84,8 +86,10 @@ impl BuiltIn {
         let (info, limits) = (scheduler.info().clone(), scheduler.limits(vocabulary.into()));
         let shared = Arc::new(Shared::new(limits, max_waiting));
         let exchange = forward.kv().map(|kv| Arc::new(Exchange::new(kv, shared.clone())));
+        let mut tier_blocks = 0;
         let tiers = match Tiers::start(tiers, exchange.as_deref(), &forward, &shared)? {
             Some((catalog, tiers)) => {
+                tier_blocks = catalog.sizes().host + catalog.sizes().disk;
                 scheduler = scheduler.with_tiers(catalog);
                 Some(tiers)
             }
@@ -110,7 +114,7 @@ impl BuiltIn {
         runner.publish_events();
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || runner.run())?;
         let (events, thread) = (Mutex::new(Some(events_receiver)), Mutex::new(Some(thread)));
-        Ok(Self { info, shared, exchange, tiers: metrics, events, thread })
+        Ok(Self { info, shared, exchange, tiers: metrics, tier_blocks, events, thread })
     }
 
     /// Stops the thread after the step it is in, and waits for it. Requests that still run fail; a drain comes before this.
@@ -164,6 +168,10 @@ impl Engine for BuiltIn {
 
     fn exchange(&self) -> Option<Arc<Exchange>> {
         self.exchange.clone()
+    }
+
+    fn tier_blocks(&self) -> Option<usize> {
+        Some(self.tier_blocks)
     }
 
     fn register(&self, registry: &mut Registry) {

@@ -117,7 +117,7 @@ pub enum Move {
     Erase(DiskSlot),
 }
 
-/// How a move of the disk has ended.
+/// How a move of the disk has ended, or all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Done {
     /// A [`Move::Write`].
@@ -134,6 +134,8 @@ pub enum Done {
         /// Whether the slot has it now.
         outcome: Result<(), ReadFault>,
     },
+    /// Nobody makes the disk's moves any more; those that have not ended never will.
+    Stopped,
 }
 
 /// Why a block is not on disk.

@@ -354,7 +354,7 @@ fn what_a_mocker_cannot_give_is_refused() {
 #[test]
 fn sizes_are_checked_and_the_arena_bounds_the_context() {
     let options = MockerOptions { context_length: 131_072, ..options(None) };
-    let model = MockedModel::read(&crate::engine::builtin::test_model::path(), options).expect("the default model");
+    let model = MockedModel::read(&integration_tests::model::path(), options).expect("the default model");
     let sizes = OpenOptions { total_blocks: 100, ..OpenOptions::default() };
     let engine = model.start(sizes.clone()).expect("starts");
     assert_eq!(engine.info().context_length, 1600);

@@ -8,6 +8,12 @@ use protocol::request_plane::{Generate, TokenLogprobs};
 
 /// A kind of server.
 pub(super) trait Dialect: Send + Sync + 'static {
+    /// What [`super::elsewhere`] calls it.
+    fn backend(&self) -> &'static str;
+
+    /// The name under which the server serves its model.
+    fn model(&self) -> &str;
+
     /// Says a request; `number` tells it from every other one to this server. Of `request.token_ids` all are computed;
     /// `request.stop.max_tokens` is what is left to generate.
     /// An error where this server cannot do it.
@@ -28,9 +34,6 @@ pub(super) trait Dialect: Send + Sync + 'static {
 
     /// Reads an answer that is none: its status, and what it says.
     fn refusal(&self, status: u16, body: &[u8]) -> Refusal;
-
-    /// What the server's KV blocks are, as [`crate::engine::Engine::kv_layout`] has it.
-    fn kv_layout(&self) -> Option<String>;
 
     /// Path that says whether the server can work.
     fn health_path(&self) -> &'static str;
@@ -196,11 +199,6 @@ impl Refusal {
     }
 }
 
-/// A request that goes on must not draw the numbers that its beginning has drawn. Signed: servers take no more.
-pub(super) fn seed_of(seed: u64, generated: u32) -> i64 {
-    (seed.wrapping_add(u64::from(generated)) & i64::MAX as u64) as i64
-}
-
 /// How busy a server is.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Busy {
@@ -210,4 +208,6 @@ pub(super) struct Busy {
     pub(super) waiting: usize,
     /// Part of its KV blocks that is in use, 0 to 1.
     pub(super) kv_usage: f64,
+    /// Stands for the figures that move with every step that it makes, and then only; `None` where it tells none.
+    pub(super) moves: Option<u64>,
 }

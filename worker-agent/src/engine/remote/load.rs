@@ -93,7 +93,7 @@ mod tests {
         };
         let load = Load::default();
         let mut first = load.begin(100);
-        load.said(Busy { running: 3, waiting: 0, kv_usage: 0.1 });
+        load.said(Busy { running: 3, waiting: 0, kv_usage: 0.1, ..Busy::default() });
         let now = load.now(&info, 300);
         assert_eq!((now.running, now.waiting, now.active_blocks, now.used_blocks), (3, 0, 100, 300), "two are others'");
         let (_second, _third) = (load.begin(50), load.begin(50));

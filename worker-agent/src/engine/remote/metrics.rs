@@ -16,6 +16,8 @@ struct ReasonLabel {
 pub struct RemoteMetrics {
     /// Times the server was lost.
     pub lost: Counter,
+    /// Times it was lost because it computed nothing, although it answered.
+    pub hung: Counter,
     /// Checks of the server that failed.
     pub failed_checks: Counter,
     /// Times that numbers of KV events were missing.
@@ -39,6 +41,7 @@ impl RemoteMetrics {
     pub fn register(&self, registry: &mut Registry) {
         let mut counter = |name: &str, help: &str, counter: &Counter| registry.register(name, help, counter.clone());
         counter("engine_losses", "Times the engine's server was lost", &self.lost);
+        counter("engine_hangs", "Times the engine's server answered and computed nothing", &self.hung);
         counter("engine_checks_failed", "Checks of the engine's server that failed", &self.failed_checks);
         counter("engine_event_gaps", "Gaps in the numbering of the engine's KV events", &self.event_gaps);
         counter("engine_event_replays", "Times the engine sent past KV events again", &self.event_replays);

@@ -21,7 +21,7 @@ const ANSWER: Duration = Duration::from_secs(10);
 
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
-enum PollError {
+pub(super) enum AskError {
     #[error(transparent)]
     Http(#[from] HttpError),
     #[error(transparent)]
@@ -55,7 +55,7 @@ pub(super) async fn run(shared: Arc<Shared>, call: Call, dp_rank: u32) {
     }
 }
 
-async fn ask(shared: &Shared, call: &Call) -> Result<Vec<Told>, PollError> {
+async fn ask(shared: &Shared, call: &Call) -> Result<Vec<Told>, AskError> {
     let answer = shared.server.call(call, Stage::Page, ANSWER).await?;
     let status = answer.status();
     let body = http::read_whole(answer.into_body(), Stage::Page, ANSWER).await?;

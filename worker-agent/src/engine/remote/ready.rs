@@ -1,13 +1,16 @@
 //! From a server that starts to an engine: waited for, asked for its sizes, taken over.
 
 use std::fmt;
+use std::time::Duration;
 
 use kv_hashing::BlockSize;
+use protocol::request_plane::{Generate, Stop};
 
 use super::dialect::Dialect;
-use super::http::Server;
+use super::http::{self, Server, Stage};
 use super::metrics::RemoteMetrics;
-use super::watch::NotReady;
+use super::poll::AskError;
+use super::watch::{NotReady, wait_until_ready};
 use super::{Remote, RemoteOptions, sglang, trtllm, vllm};
 use crate::config::{RemoteSettings, ServerKind};
 use crate::engine::EngineInfo;
@@ -18,6 +21,18 @@ pub enum ConnectError {
     /// It did not become ready.
     #[error(transparent)]
     NotReady(#[from] NotReady),
+    /// It has not the rank that it is to have.
+    #[error(
+        "{engine} at {url} has the data-parallel ranks {ranks:?}: a worker stands for one of them; set --engine-dp-rank"
+    )]
+    Rank {
+        /// What it is.
+        engine: &'static str,
+        /// Where.
+        url: String,
+        /// Those that it has.
+        ranks: Vec<u32>,
+    },
     /// It does not tell something that is needed.
     #[error("{engine} at {url} does not tell its {what}; set {flag}")]
     Untold {
@@ -36,6 +51,7 @@ pub enum ConnectError {
 pub struct Ready {
     pub(super) server: Server,
     pub(super) info: EngineInfo,
+    pub(super) dp_rank: u32,
     pub(super) dialect: Box<dyn Dialect>,
     /// The name under which it serves its model.
     pub model: String,
@@ -56,26 +72,46 @@ pub async fn wait(settings: &RemoteSettings) -> Result<Ready, ConnectError> {
     }
 }
 
+/// As [`wait`], for a server that hung: it says that it is ready all the time, and is when it answers a request of one token.
+pub async fn wait_until_it_computes(settings: &RemoteSettings) -> Result<Ready, ConnectError> {
+    let hung = wait(settings).await?;
+    wait_until_ready(&settings.url, settings.start_max, || hung.computes(settings.stall_max)).await?;
+    // It may be another process meanwhile, of other sizes.
+    wait(settings).await
+}
+
 impl Ready {
+    /// Asks for one token. A server that does only one half of requests cannot be tried, and is believed.
+    async fn computes(&self, limit: Duration) -> Result<(), AskError> {
+        let stop = Some(Stop { max_tokens: 1, ..Stop::default() });
+        let request = Generate { request_id: "trial".into(), token_ids: vec![0], stop, ..Generate::default() };
+        let Ok(calls) = self.dialect.calls(&request, 0) else { return Ok(()) };
+        let answer = self.server.call(&calls.main, Stage::FirstToken, limit).await?;
+        let status = answer.status();
+        let body = http::read_whole(answer.into_body(), Stage::FirstToken, limit).await?;
+        if status.is_success() { Ok(()) } else { Err(self.dialect.refusal(status.as_u16(), &body).into()) }
+    }
+
     /// Makes it an engine. Must be called inside a Tokio runtime.
     pub fn start(self, settings: &RemoteSettings, eos_token_ids: Vec<u32>, metrics: RemoteMetrics) -> Remote {
-        let Self { server, info, dialect, .. } = self;
+        let Self { server, info, dp_rank, dialect, .. } = self;
         let options = RemoteOptions {
             max_requests: info.max_num_seqs + settings.max_waiting,
             info,
             eos_token_ids,
             events: settings.events.clone(),
             events_bind: settings.events_bind,
-            dp_rank: settings.dp_rank.unwrap_or(0),
+            dp_rank,
             first_token_max: settings.first_token_max,
             token_max: settings.token_max,
+            stall_max: settings.stall_max,
         };
         Remote::start(server, dialect, options, metrics)
     }
 }
 
 /// What a server says of its sizes.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Sizes {
     /// Tokens of a block.
     pub(super) block_size: Option<usize>,
@@ -83,11 +119,13 @@ pub(super) struct Sizes {
     pub(super) blocks: Option<usize>,
     /// Most tokens of prompt and answer together.
     pub(super) context_length: Option<usize>,
+    /// Its data-parallel ranks; empty where it does not say.
+    pub(super) ranks: Vec<u32>,
 }
 
 impl Sizes {
     /// Fixed properties: what was set, else what the server says.
-    pub(super) fn info(self, engine: &'static str, settings: &RemoteSettings) -> Result<EngineInfo, ConnectError> {
+    pub(super) fn info(&self, engine: &'static str, settings: &RemoteSettings) -> Result<EngineInfo, ConnectError> {
         let untold = |what, flag| ConnectError::Untold { engine, url: settings.url.clone(), what, flag };
         let block_size = settings.block_size.map(|size| size as usize).or(self.block_size);
         let block_size = block_size.and_then(|size| BlockSize::new(u32::try_from(size).ok()?));
@@ -100,5 +138,17 @@ impl Sizes {
             max_num_batched_tokens: settings.max_num_batched_tokens,
             context_length: context_length.ok_or_else(|| untold("context length", "--engine-context-length"))?,
         })
+    }
+
+    /// The rank whose KV events are followed: routers know one rank of a worker, so it has to be said where there are several.
+    pub(super) fn rank(&self, engine: &'static str, settings: &RemoteSettings) -> Result<u32, ConnectError> {
+        match (settings.dp_rank, &self.ranks[..]) {
+            (Some(rank), ranks) if ranks.is_empty() || ranks.contains(&rank) => Ok(rank),
+            (None, []) => Ok(0),
+            (None, [only]) => Ok(*only),
+            // Nothing is told of its cache, and its load is that of all of them.
+            (None, _) if settings.events.is_none() => Ok(0),
+            (_, ranks) => Err(ConnectError::Rank { engine, url: settings.url.clone(), ranks: ranks.to_vec() }),
+        }
     }
 }

@@ -218,7 +218,7 @@ impl Trouble {
             Self::Refused(_) | Self::Unreadable(_) => false,
         };
         if suspicious && (matches!(self, Self::Lost) || shared.is_lost().await) {
-            let why = shared.why_lost.get().map_or("no reason is known", String::as_str);
+            let why = shared.loss.get().map_or_else(|| "no reason is known".to_owned(), ToString::to_string);
             return EngineOutput::Refused { code: ErrorCode::Draining, message: format!("the engine is lost: {why}") };
         }
         let (code, message) = match self {
@@ -244,6 +244,8 @@ struct Answer<'a> {
     outputs: &'a UnboundedSender<EngineOutput>,
     /// Removes what the load counts of it when it ends.
     counted: super::load::Counted<'a>,
+    /// The server has to get somewhere with it.
+    asking: super::pulse::Asking<'a>,
     prompt_tokens: usize,
     /// Tokens of the prompt, and those generated elsewhere.
     given: usize,
@@ -275,6 +277,7 @@ impl<'a> Answer<'a> {
             shared,
             outputs,
             counted: shared.load.begin(request.token_ids.len() - reused_blocks * size),
+            asking: shared.pulse.asks(std::time::Instant::now()),
             prompt_tokens: checked.prompt_tokens,
             given: request.token_ids.len(),
             generated: 0,
@@ -359,6 +362,9 @@ impl<'a> Answer<'a> {
     /// Takes a piece of the answer.
     fn take(&mut self, text: &[u8]) -> Result<(), Trouble> {
         let mut piece = self.shared.dialect.read(text).map_err(Trouble::Refused)?;
+        if !piece.tokens.is_empty() {
+            self.asking.tokens(std::time::Instant::now());
+        }
         self.leave_out(&mut piece)?;
         if !piece.logprobs.is_empty() && piece.logprobs.len() != piece.tokens.len() {
             return Err(Trouble::Unreadable("not as many log-probabilities as tokens"));

@@ -13,6 +13,7 @@ use protocol::request_plane::Generate;
 use serde::{Deserialize, Serialize};
 
 use super::dialect::{Busy, Call, Calls, Dialect, HandOver, Piece, Refusal};
+use super::elsewhere;
 use super::http::{HttpError, Server};
 use super::ready::{ConnectError, Ready, Sizes};
 use super::watch::wait_until_ready;
@@ -52,13 +53,13 @@ pub(super) async fn wait(settings: &RemoteSettings) -> Result<Ready, ConnectErro
     let Found { info: said, load_path } = wait_until_ready(&settings.url, settings.start_max, || look(&server)).await?;
     let block_size = settings.block_size.map(|size| size as usize).or(said.page_size);
     let blocks = said.max_total_num_tokens.zip(block_size).map(|(tokens, size)| tokens / size.max(1));
-    let sizes = Sizes { block_size, blocks, context_length: said.context_length };
-    let info = sizes.info("SGLang", settings)?;
+    let ranks = (0..said.dp_size.clamp(1, MAX_RANKS)).collect();
+    let sizes = Sizes { block_size, blocks, context_length: said.context_length, ranks };
+    let (info, dp_rank) = (sizes.info("SGLang", settings)?, sizes.rank("SGLang", settings)?);
     let model = said.name().to_owned();
     let dialect = Sglang {
         model: model.clone(),
         half: said.half(),
-        block_size: info.block_size.get(),
         kv_tokens: info.total_blocks * info.block_size.get(),
         load_path,
         rank: settings.dp_rank,
@@ -68,11 +69,13 @@ pub(super) async fn wait(settings: &RemoteSettings) -> Result<Ready, ConnectErro
         bootstrap_port: said.disaggregation_bootstrap_port,
         first_room: rand::random::<u64>() >> ROOM_BITS,
     };
-    Ok(Ready { server, info, dialect: Box::new(dialect), model })
+    Ok(Ready { server, info, dp_rank, dialect: Box::new(dialect), model })
 }
 
 /// Rooms are signed there, and are multiplied by the number of ranks: 2^40 of them are left to begin with.
 const ROOM_BITS: u32 = 24;
+/// More data-parallel ranks no server has.
+const MAX_RANKS: u32 = 1 << 12;
 
 /// Looks once: a server that answers is ready.
 async fn look(server: &Server) -> Result<Found, LookError> {
@@ -107,8 +110,6 @@ struct Sglang {
     model: String,
     /// What it does of a request.
     half: Half,
-    /// Tokens of a block.
-    block_size: usize,
     /// Tokens that its cache has room for.
     kv_tokens: usize,
     /// Where its load is.
@@ -134,10 +135,9 @@ struct Room {
     bootstrap_room: u64,
 }
 
-/// `disaggregated_params`, as one agent writes them and another reads them.
+/// What is told of a prompt that is computed for another server.
 #[derive(Serialize, Deserialize)]
 struct Params {
-    backend: String,
     #[serde(flatten)]
     room: Room,
     /// What keeps the KV there, as every engine's parameters have it: the room.
@@ -145,12 +145,19 @@ struct Params {
 }
 
 impl Dialect for Sglang {
+    fn backend(&self) -> &'static str {
+        BACKEND
+    }
+
+    fn model(&self) -> &str {
+        &self.model
+    }
+
     fn calls(&self, request: &Generate, number: u64) -> Result<Calls, Refusal> {
         if request.prefill_only && self.half == Half::Prefill {
             let room = self.room(number);
             let lease = room.bootstrap_room;
-            let params = Params { backend: BACKEND.into(), room: room.clone(), lease: format!("{lease:016x}") };
-            let params = serde_json::to_string(&params).expect("numbers and strings are JSON");
+            let params = elsewhere::write(BACKEND, Params { room: room.clone(), lease: format!("{lease:016x}") });
             let handed_over = Some(HandOver { params, lease });
             return Ok(Calls { handed_over, ..Calls::only(self.say(request, number, Some(&room))) });
         }
@@ -193,10 +200,6 @@ impl Dialect for Sglang {
         answer::refusal(status, body)
     }
 
-    fn kv_layout(&self) -> Option<String> {
-        Some(format!("{BACKEND}/{}/{}", self.block_size, self.model))
-    }
-
     fn health_path(&self) -> &'static str {
         HEALTH
     }
@@ -224,13 +227,8 @@ impl Sglang {
     }
 }
 
-/// Reads `disaggregated_params`.
+/// Where another server computes the prompt.
 fn computed_elsewhere(request: &Generate) -> Result<Room, &'static str> {
-    let params: Params =
-        serde_json::from_str(&request.disaggregated_params).map_err(|_| "the parameters are another engine's")?;
-    match (params.backend == BACKEND, request.generated) {
-        (true, 0) => Ok(params.room),
-        (true, _) => Err("the parameters are of fewer tokens"),
-        (false, _) => Err("the parameters are another engine's"),
-    }
+    let params: Params = elsewhere::read(BACKEND, request)?;
+    if request.generated == 0 { Ok(params.room) } else { Err("the parameters are of fewer tokens") }
 }

@@ -17,7 +17,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use super::dialect::{Busy, Call, Calls, Dialect, Piece, Refusal, Told};
-use super::http::{HttpError, Server};
+use super::elsewhere;
+use super::http::Server;
+use super::openai::{self, COMPLETIONS, HEALTH};
 use super::ready::{ConnectError, Ready, Sizes};
 use super::watch::wait_until_ready;
 use crate::config::RemoteSettings;
@@ -25,47 +27,17 @@ use completion::Completion;
 
 /// What `disaggregated_params` call it.
 const BACKEND: &str = "tensorrt-llm";
-/// Where completions are asked for.
-const COMPLETIONS: &str = "/v1/completions";
 /// Where KV events are asked for.
 const EVENTS: &str = "/kv_cache_events";
 
-/// Why a look at a server that starts gave nothing.
-#[derive(Debug, thiserror::Error)]
-enum LookError {
-    #[error(transparent)]
-    Http(#[from] HttpError),
-    #[error("/v1/models is no list of models: {0}")]
-    Models(#[from] serde_json::Error),
-    #[error("it serves no model")]
-    NoModel,
-}
-
-/// The answer of `/v1/models`, as far as it is read here.
-#[derive(Deserialize)]
-struct Models {
-    data: Vec<ServedModel>,
-}
-
-#[derive(Deserialize)]
-struct ServedModel {
-    id: String,
-}
-
 /// Waits until the server is ready.
 pub(super) async fn wait(settings: &RemoteSettings) -> Result<Ready, ConnectError> {
-    let info = Sizes::default().info("TensorRT-LLM", settings)?;
+    let sizes = Sizes::default();
+    let (info, dp_rank) = (sizes.info("TensorRT-LLM", settings)?, sizes.rank("TensorRT-LLM", settings)?);
     let server = Server::new(&settings.url, HeaderMap::new());
-    let model = wait_until_ready(&settings.url, settings.start_max, || look(&server)).await?;
-    let dialect = TensorRtLlm { model: model.clone(), block_size: info.block_size.get() };
-    Ok(Ready { server, info, dialect: Box::new(dialect), model })
-}
-
-/// Looks once: a server that answers both is ready.
-async fn look(server: &Server) -> Result<String, LookError> {
-    server.page("/health").await?;
-    let models: Models = serde_json::from_slice(&server.page("/v1/models").await?)?;
-    models.data.into_iter().next().map(|model| model.id).ok_or(LookError::NoModel)
+    let model = wait_until_ready(&settings.url, settings.start_max, || openai::look(&server)).await?.id;
+    let dialect = TensorRtLlm { model: model.clone() };
+    Ok(Ready { server, info, dp_rank, dialect: Box::new(dialect), model })
 }
 
 /// What is said to the server and heard from it.
@@ -73,14 +45,11 @@ async fn look(server: &Server) -> Result<String, LookError> {
 struct TensorRtLlm {
     /// The name under which it serves its model.
     model: String,
-    /// Tokens of a block.
-    block_size: usize,
 }
 
-/// `disaggregated_params`, as one agent writes them and another reads them.
+/// What is told of a prompt that was computed for another server.
 #[derive(Serialize, Deserialize)]
 struct Params<'a> {
-    backend: &'a str,
     #[serde(borrow)]
     disaggregated_params: &'a RawValue,
 }
@@ -96,6 +65,14 @@ struct Elsewhere {
 }
 
 impl Dialect for TensorRtLlm {
+    fn backend(&self) -> &'static str {
+        BACKEND
+    }
+
+    fn model(&self) -> &str {
+        &self.model
+    }
+
     fn calls(&self, request: &Generate, _number: u64) -> Result<Calls, Refusal> {
         for (unsaid, what) in [
             (!request.lora.is_empty(), "adapters are not passed on to TensorRT-LLM"),
@@ -131,12 +108,8 @@ impl Dialect for TensorRtLlm {
         answer::refusal(status, body)
     }
 
-    fn kv_layout(&self) -> Option<String> {
-        Some(format!("{BACKEND}/{}/{}", self.block_size, self.model))
-    }
-
     fn health_path(&self) -> &'static str {
-        "/health"
+        HEALTH
     }
 
     fn load_path(&self) -> &'static str {
@@ -172,18 +145,14 @@ fn ask_for(what: &'static str, mut state: State) -> State {
     state
 }
 
-/// Reads `disaggregated_params`.
+/// What another server says of the prompt.
 fn computed_elsewhere(request: &Generate) -> Result<Elsewhere, &'static str> {
     /// What is read of them.
     #[derive(Deserialize)]
     struct First {
         first_gen_tokens: Option<Vec<u32>>,
     }
-    let params: Params<'_> =
-        serde_json::from_str(&request.disaggregated_params).map_err(|_| "the parameters are another engine's")?;
-    if params.backend != BACKEND {
-        return Err("the parameters are another engine's");
-    }
+    let params: Params<'_> = elsewhere::read(BACKEND, request)?;
     let unreadable = |_| "the parameters are unreadable";
     let own = params.disaggregated_params.get();
     let mut state: State = serde_json::from_str(own).map_err(unreadable)?;

@@ -13,7 +13,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use super::dialect::{Busy, Call, Calls, Dialect, Piece, Refusal};
-use super::http::{HttpError, Server};
+use super::elsewhere;
+use super::http::Server;
+use super::openai::{self, COMPLETIONS, HEALTH, LookError, ServedModel};
 use super::ready::{ConnectError, Ready, Sizes};
 use super::watch::wait_until_ready;
 use crate::config::RemoteSettings;
@@ -21,20 +23,6 @@ use completion::{Completion, HAND_OVER, Purpose};
 
 /// What `disaggregated_params` call it.
 const BACKEND: &str = "vllm";
-/// Where completions are asked for.
-const COMPLETIONS: &str = "/v1/completions";
-
-/// Why a look at a server that starts gave nothing.
-#[derive(Debug, thiserror::Error)]
-enum LookError {
-    #[error(transparent)]
-    Http(#[from] HttpError),
-    #[error("/v1/models is no list of models: {0}")]
-    Models(#[from] serde_json::Error),
-    #[error("it serves no model")]
-    NoModel,
-}
-
 /// Waits until vLLM is ready.
 pub(super) async fn wait(settings: &RemoteSettings) -> Result<Ready, ConnectError> {
     let mut headers = HeaderMap::new();
@@ -43,15 +31,16 @@ pub(super) async fn wait(settings: &RemoteSettings) -> Result<Ready, ConnectErro
     }
     let server = Server::new(&settings.url, headers);
     let Found { model, cache } = wait_until_ready(&settings.url, settings.start_max, || look(&server)).await?;
-    let sizes = Sizes { block_size: cache.block_size, blocks: cache.blocks, context_length: model.max_model_len };
-    let info = sizes.info("vLLM", settings)?;
+    let page::CacheConfig { block_size, blocks, ranks } = cache;
+    let sizes = Sizes { block_size, blocks, context_length: model.max_model_len, ranks };
+    let (info, dp_rank) = (sizes.info("vLLM", settings)?, sizes.rank("vLLM", settings)?);
     let dialect = Vllm {
         model: model.id.clone(),
         rank: settings.dp_rank,
         priority: settings.priority,
         block_size: info.block_size.get(),
     };
-    Ok(Ready { server, info, dialect: Box::new(dialect), model: model.id })
+    Ok(Ready { server, info, dp_rank, dialect: Box::new(dialect), model: model.id })
 }
 
 /// What a server says of itself.
@@ -60,27 +49,9 @@ struct Found {
     cache: page::CacheConfig,
 }
 
-/// The answer of `/v1/models`, as far as it is read here.
-#[derive(Deserialize)]
-struct Models {
-    data: Vec<ServedModel>,
-}
-
-#[derive(Deserialize)]
-struct ServedModel {
-    id: String,
-    #[serde(default)]
-    max_model_len: Option<usize>,
-    /// Adapters are listed beside the model that they belong to.
-    #[serde(default)]
-    parent: Option<String>,
-}
-
 /// Looks once: a server that answers all three is ready.
 async fn look(server: &Server) -> Result<Found, LookError> {
-    server.page("/health").await?;
-    let models: Models = serde_json::from_slice(&server.page("/v1/models").await?)?;
-    let model = models.data.into_iter().find(|model| model.parent.is_none()).ok_or(LookError::NoModel)?;
+    let model = openai::look(server).await?;
     let metrics = server.page("/metrics").await?;
     Ok(Found { model, cache: page::cache_config(&String::from_utf8_lossy(&metrics)) })
 }
@@ -98,10 +69,9 @@ pub(super) struct Vllm {
     pub(super) block_size: usize,
 }
 
-/// `disaggregated_params`, as one agent writes them and another reads them.
+/// What is told of a prompt that was computed for another server.
 #[derive(Serialize, Deserialize)]
 struct Params<'a> {
-    backend: &'a str,
     #[serde(borrow)]
     kv_transfer_params: &'a RawValue,
 }
@@ -123,6 +93,14 @@ struct Elsewhere<'a> {
 }
 
 impl Dialect for Vllm {
+    fn backend(&self) -> &'static str {
+        BACKEND
+    }
+
+    fn model(&self) -> &str {
+        &self.model
+    }
+
     fn calls(&self, request: &Generate, number: u64) -> Result<Calls, Refusal> {
         let all = &request.token_ids[..];
         let say = |purpose, tokens: &[u32], kv: Option<&RawValue>| {
@@ -166,13 +144,8 @@ impl Dialect for Vllm {
         answer::refusal(status, body)
     }
 
-    /// Connectors compare the rest when they meet.
-    fn kv_layout(&self) -> Option<String> {
-        Some(format!("{BACKEND}/{}/{}", self.block_size, self.model))
-    }
-
     fn health_path(&self) -> &'static str {
-        "/health"
+        HEALTH
     }
 
     fn load_path(&self) -> &'static str {
@@ -184,13 +157,9 @@ impl Dialect for Vllm {
     }
 }
 
-/// Reads `disaggregated_params`.
+/// What another server says of the prompt.
 fn computed_elsewhere(request: &Generate) -> Result<Elsewhere<'_>, &'static str> {
-    let params: Params<'_> =
-        serde_json::from_str(&request.disaggregated_params).map_err(|_| "the parameters are another engine's")?;
-    if params.backend != BACKEND {
-        return Err("the parameters are another engine's");
-    }
+    let params: Params<'_> = elsewhere::read(BACKEND, request)?;
     let transfer: Transfer =
         serde_json::from_str(params.kv_transfer_params.get()).map_err(|_| "the parameters are unreadable")?;
     // Versions that do not say how many mean the prompt.

@@ -1,14 +1,15 @@
-//! Whether the server is there: waits for one that starts, and tells when one is lost.
+//! Whether the server is there and gets anywhere: waits for one that starts, and tells when one is lost.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout};
 
-use super::Shared;
-use super::http::{HttpError, Server};
+use super::http::HttpError;
+use super::pulse::Figures;
+use super::{Loss, Shared};
 
-/// Time between two checks while all is well; the load is asked for with each.
+/// Time between two checks while all is well, and between two looks at the load.
 const CHECK: Duration = Duration::from_secs(1);
 /// Pause after a check that failed.
 const AGAIN: Duration = Duration::from_millis(200);
@@ -57,20 +58,29 @@ pub(super) async fn wait_until_ready<T, E: std::fmt::Display, F: Future<Output =
     }
 }
 
-/// Checks until the server is lost.
+/// Watches until the server is lost: it is not there any more, or hangs.
 pub(super) async fn run(shared: Arc<Shared>) {
+    let loss = tokio::select! {
+        loss = gone(&shared) => loss,
+        loss = hangs(&shared) => loss,
+    };
+    shared.metrics.lost.inc();
+    shared.lose(loss);
+}
+
+/// Until the server does not say any more that it is well. Pages that take long say nothing about that.
+async fn gone(shared: &Shared) -> Loss {
     let mut failures = 0;
     loop {
-        match check(&shared.server, &shared).await {
-            Ok(()) => failures = 0,
+        match shared.server.page(shared.dialect.health_path()).await {
+            Ok(_) => failures = 0,
             Err(error) => {
                 // Where nobody listens, nobody is busy.
                 failures += if matches!(error, HttpError::Refused) { 2 } else { 1 };
                 shared.metrics.failed_checks.inc();
                 tracing::debug!(failures, %error, "a check of the engine failed");
                 if failures >= FAILURES {
-                    shared.metrics.lost.inc();
-                    return shared.lose(error.to_string());
+                    return Loss::Gone(error.to_string());
                 }
             }
         }
@@ -80,10 +90,26 @@ pub(super) async fn run(shared: Arc<Shared>) {
     }
 }
 
-/// One check.
-async fn check(server: &Server, shared: &Shared) -> Result<(), HttpError> {
-    server.page(shared.dialect.health_path()).await?;
-    let page = server.page(shared.dialect.load_path()).await?;
-    shared.load.said(shared.dialect.load(&String::from_utf8_lossy(&page)));
-    Ok(())
+/// Follows the load until requests get nowhere.
+async fn hangs(shared: &Shared) -> Loss {
+    let limit = shared.stall_max;
+    loop {
+        match shared.server.page(shared.dialect.load_path()).await {
+            Ok(page) => {
+                let busy = shared.dialect.load(&String::from_utf8_lossy(&page));
+                shared.load.said(busy);
+                let figures = Figures { running: busy.running, moves: busy.moves };
+                shared.pulse.page(figures, std::time::Instant::now());
+            }
+            Err(error) => {
+                shared.metrics.failed_checks.inc();
+                tracing::debug!(%error, "the engine does not tell its load");
+            }
+        }
+        if let Some(requests) = shared.pulse.hangs(limit, std::time::Instant::now()) {
+            shared.metrics.hung.inc();
+            return Loss::Hung { limit, requests };
+        }
+        sleep(CHECK).await;
+    }
 }

@@ -25,7 +25,7 @@ impl Listener {
 }
 
 /// An abstract name as the path that stands for it.
-pub(super) fn path(address: &str) -> PathBuf {
+pub(in crate::transfer) fn path(address: &str) -> PathBuf {
     let bytes = [b"\0", address.as_bytes()].concat();
     OsString::from_vec(bytes).into()
 }

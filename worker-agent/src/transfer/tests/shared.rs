@@ -1,7 +1,9 @@
 //! Shared memory: which way is taken, and a worker that dies or whose memory changes while it is read.
 
 use std::os::fd::OwnedFd;
+use std::time::Instant;
 
+use tokio::io::AsyncReadExt;
 use tokio::net::UnixStream;
 use tokio::task::JoinHandle;
 
@@ -130,6 +132,44 @@ async fn memory_that_cannot_be_trusted_is_only_latency() {
         assert_eq!(decoder.metrics.received_blocks.get(), whole, "{harm:?}");
         within("its end", serving).await.expect("no panic");
     }
+}
+
+/// Asks a worker for all blocks of a lease, as one that says it copies for so long; gives the connection with all that was told.
+async fn pull(source: &Source, address: &str, copies: Duration) -> UnixStream {
+    let mut socket = UnixStream::connect(shm::path(address)).await.expect("it listens");
+    let layout = serde_json::to_string(&source.layout).expect("numbers are JSON");
+    let (boot_epoch, revision) = (source.boot_epoch.clone(), source.revision.clone());
+    let hello = Hello { version: VERSION, boot_epoch, revision, layout };
+    let blocks: Vec<u64> = source.blocks.iter().map(|hash| hash.0).collect();
+    let count = blocks.len();
+    let within_ms = copies.as_millis() as u32;
+    for ask in [Ask::Hello(hello), Ask::Pull(Pull { lease: source.lease, blocks, within_ms })] {
+        let mut frame = BytesMut::new();
+        encode_frame(&ToServer { ask: Some(ask) }, &mut frame);
+        socket.write_all(&frame).await.expect("it reads");
+    }
+    within("a welcome", read::<ToClient>(&mut socket)).await.expect("a message");
+    within("a byte beside the descriptor", socket.read_u8()).await.expect("a byte");
+    for _ in 0..count {
+        within("a place", read::<ToClient>(&mut socket)).await.expect("a message");
+    }
+    socket
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn blocks_stay_while_their_reader_has_time_and_not_much_longer() {
+    let prefill = Node::start(Setup { lease: Duration::from_millis(100), ..auto() }).await;
+    let (_, source) = prefill.prefill(&tokens(100, 99)).await;
+    let source = source.expect("a lease");
+    let address = source.offers.iter().find(|offer| offer.backend == shm::BACKEND).expect("one host").address.clone();
+    let mut brief = pull(&source, &address, Duration::from_millis(200)).await;
+    let _patient = pull(&source, &address, Duration::from_secs(30)).await;
+    let mut byte = [0];
+    let begun = Instant::now();
+    let ended = within("the end of the brief one", brief.read(&mut byte)).await;
+    assert_eq!(ended.expect("no error"), 0, "it is told nothing more");
+    assert!(begun.elapsed() >= Duration::from_millis(200));
+    assert_ne!(prefill.leased(), (0, 0), "the other one has time left, although the lease is old");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

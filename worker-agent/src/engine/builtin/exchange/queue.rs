@@ -48,6 +48,7 @@ impl Queue {
         scheduler: &mut Scheduler,
         now: Instant,
     ) {
+        ask.blocks.truncate(scheduler.worth_fetching(&ask.blocks));
         // What can never be reserved is computed; what comes before it is still worth fetching.
         let missing = scheduler.missing(&ask.blocks);
         let kept = ask.blocks.len() - missing.saturating_sub(exchange.max_reserved());

@@ -46,6 +46,14 @@ impl Scheduler {
         blocks.len() - self.pool.prefix(blocks.iter().map(|block| block.1)).blocks
     }
 
+    /// How many of these blocks a fetch shall bring or hold: none of those that are on this machine's disk, if that has all that are
+    /// missing here. The sequence reads them itself; a disk that has only some of them spares the network no time.
+    pub fn worth_fetching(&self, blocks: &[(BlockHash, SequenceHash)]) -> usize {
+        let here = self.pool.prefix(blocks.iter().map(|block| block.1)).blocks;
+        let missing = blocks[here..].iter().map(|block| block.1);
+        if self.pool.on_disk_here(missing) { here } else { blocks.len() }
+    }
+
     /// Holds the leading blocks that are cached or in host memory, and allocates the others, `limit` at most, for the caller to
     /// fill; returns the table, how many were cached, and how many need not be filled. The moves that this leaves come before
     /// anything else is written.

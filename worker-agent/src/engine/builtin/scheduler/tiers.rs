@@ -50,17 +50,16 @@ impl Scheduler {
         self.pool.tiers_mut().end_step();
     }
 
-    /// Copies the blocks of a reserved table from host memory, from `here` on, as many as one step may; returns how many
-    /// leading blocks have their content then.
+    /// Copies the blocks of a reserved table from host memory, from `here` on, as many as may be copied for all reservations
+    /// between two steps; returns how many leading blocks have their content then.
     pub(super) fn fill_from_host(
         &mut self,
         blocks: &[(BlockHash, SequenceHash)],
         table: &mut [BlockId],
         here: usize,
     ) -> usize {
-        let most = self.pool.tiers_mut().sizes().per_step;
         let mut filled = here;
-        for (index, &(local, hash)) in blocks.iter().enumerate().skip(here).take(most) {
+        for (index, &(local, hash)) in blocks.iter().enumerate().skip(here) {
             if !self.pool.tiers_mut().fetch_from_host(hash, table[index]) {
                 break;
             }

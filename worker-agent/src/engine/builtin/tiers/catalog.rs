@@ -42,7 +42,7 @@ pub struct Sizes {
     pub writes: usize,
     /// On their way from disk, or just come from there.
     pub reads: usize,
-    /// Copied into the arena in one step; more wait for the next.
+    /// Copied into the arena in one step, and for fetches between that and the one before; more wait for the next.
     pub per_step: usize,
 }
 
@@ -77,6 +77,8 @@ pub struct DiskFaults {
     pub damaged: u64,
     /// Reads that took too long.
     pub late: u64,
+    /// The disk's thread ended by itself.
+    pub stopped: u64,
 }
 
 /// A snapshot of the tiers.
@@ -116,9 +118,11 @@ pub struct Catalog {
     room: DiskRoom,
     writes: HashMap<SequenceHash, Write>,
     reads: HashMap<SequenceHash, Read>,
+    /// Nobody reads or writes the disk any more.
+    disk_stopped: bool,
     /// Reads that have taken too long and have not ended.
     overdue: usize,
-    /// Blocks that may still be copied into the arena in this step.
+    /// Blocks that may still be copied into the arena before the end of the next step.
     allowance: usize,
     /// Blocks to drop instead of writing them, of those that are being offloaded.
     to_drop: usize,
@@ -139,12 +143,15 @@ impl Catalog {
     pub fn new(sizes: Sizes, policy: Policy, on_disk: Vec<(DiskSlot, CachedBlock)>) -> Self {
         let slots = u32::try_from(sizes.slots()).expect("slots are numbered with 32 bits");
         let mut disk = Ranking::new(policy);
-        let room = DiskRoom::new(sizes.disk, on_disk.iter().map(|(slot, _)| *slot));
+        let mut places = Vec::with_capacity(on_disk.len());
         for (place, block) in on_disk {
+            // Of a block that is there twice, the place of one is free.
             if disk.place(block.hash).is_none() {
                 disk.insert(Held { block, place, uses: 1, told: false });
+                places.push(place);
             }
         }
+        let room = DiskRoom::new(sizes.disk, places.into_iter());
         Self {
             sizes,
             host: Ranking::new(policy),
@@ -153,8 +160,9 @@ impl Catalog {
             room,
             writes: HashMap::new(),
             reads: HashMap::new(),
+            disk_stopped: false,
             overdue: 0,
-            allowance: 0,
+            allowance: sizes.per_step,
             to_drop: 0,
             step: 0,
             now: Duration::ZERO,
@@ -285,6 +293,10 @@ impl Catalog {
         if self.sizes.disk == 0 || self.disk.touch(block.hash) || self.writes.contains_key(&block.hash) {
             return false;
         }
+        if self.disk_stopped {
+            self.dropped();
+            return false;
+        }
         let drops = self.to_drop > 0 || self.writes.len() >= self.sizes.writes;
         self.to_drop = self.to_drop.saturating_sub(1);
         let to = if drops { None } else { self.disk_slot(log) };
@@ -308,6 +320,7 @@ impl Catalog {
         }
         let victim = self.disk.pop()?;
         log.removed(Tier::Disk, victim.block.hash);
+        self.reads.entry(victim.block.hash).and_modify(|read| read.outdated = true);
         Some(victim.place)
     }
 
@@ -316,7 +329,32 @@ impl Catalog {
         match done {
             Done::Written { hash, outcome } => self.written(hash, outcome, log),
             Done::Read { hash, outcome } => self.read_done(hash, outcome, log),
+            Done::Stopped => self.disk_stopped(log),
         }
+    }
+
+    /// Nothing on disk is to be had any more, and nothing comes there: routers shall not count on it.
+    fn disk_stopped(&mut self, log: &mut EventLog) {
+        self.disk_stopped = true;
+        self.faults.stopped += 1;
+        // Tails first, as when they are evicted.
+        for held in self.disk.drain() {
+            log.removed(Tier::Disk, held.block.hash);
+            self.room.give_back(held.place);
+        }
+        for write in std::mem::take(&mut self.writes).into_values() {
+            self.free.push(write.from);
+            self.room.give_back(write.to);
+            self.disk_counts.dropped += u64::from(!write.forgotten);
+        }
+        self.overdue = 0;
+        let free = &mut self.free;
+        self.reads.retain(|_, read| {
+            if !read.landed {
+                free.push(read.to);
+            }
+            read.landed
+        });
     }
 
     fn written(&mut self, hash: SequenceHash, outcome: Result<(), WriteFault>, log: &mut EventLog) {
@@ -349,14 +387,17 @@ impl Catalog {
             read.landed = true;
             return;
         };
-        let slot = read.to;
+        let (slot, outdated) = (read.to, read.outdated);
         self.reads.remove(&hash);
         self.free.push(slot);
+        // What was read had gone meanwhile: the place may be another's, and the block, if it is there again, is another copy.
+        if outdated {
+            return;
+        }
         match fault {
             ReadFault::Damaged => self.faults.damaged += 1,
             ReadFault::Failed => self.faults.read += 1,
         }
-        // It may have gone meanwhile, and its place be another's.
         if let Some(held) = self.disk.remove(hash) {
             log.removed(Tier::Disk, hash);
             self.moves.push(Move::Erase(held.place));
@@ -368,6 +409,7 @@ impl Catalog {
     pub fn clear(&mut self) {
         self.free.extend(self.host.drain().map(|held| held.place));
         self.disk.drain().for_each(|held| self.room.give_back(held.place));
+        self.reads.values_mut().for_each(|read| read.outdated = true);
         self.writes.values_mut().for_each(|write| write.forgotten = true);
         self.end_step();
     }

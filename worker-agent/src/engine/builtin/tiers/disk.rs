@@ -6,9 +6,10 @@
 
 use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{Error, ErrorKind};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use kv_hashing::{SequenceHash, chain};
 use twox_hash::XxHash3_64;
@@ -17,6 +18,7 @@ use super::{CachedBlock, DiskSlot, ReadFault, WriteFault};
 use index::{ENTRY, Entry, Header};
 
 mod index;
+mod orphans;
 #[cfg(test)]
 mod tests;
 pub mod thread;
@@ -24,6 +26,16 @@ pub mod thread;
 /// Longest time for reading the index at the start; blocks that are not found in it are forgotten. 100 MB, which is the index
 /// of half a terabyte of the smallest blocks that models have, take less.
 const SCAN: Duration = Duration::from_secs(5);
+
+/// Longest wait for a lock that another worker may have for a moment, while it looks for directories without an owner.
+const LOOKED_AT: Duration = Duration::from_secs(1);
+/// Pause between two tries.
+const AGAIN: Duration = Duration::from_millis(20);
+
+/// Names of the files.
+const INDEX: &str = "index";
+const BLOCKS: &str = "blocks";
+const LOCK: &str = "lock";
 
 /// Why there is no disk tier.
 #[derive(Debug, thiserror::Error)]
@@ -69,26 +81,19 @@ pub struct Disk {
 
 impl Disk {
     /// Opens the files of `dir`, makes what is missing, and finds the blocks that are there; of another format or beyond
-    /// `capacity` blocks they are deleted.
+    /// `capacity` blocks they are deleted. Directories beside it that have no owner any more are of use, or go: see [`orphans`].
     pub fn open(dir: &Path, format: DiskFormat, capacity: usize) -> Result<(Self, Vec<Found>), DiskError> {
         let at = |path: &Path| {
             let path = path.to_path_buf();
             move |error| DiskError::Io { path, error }
         };
-        // Prompts of users can be told from what is kept here: it is nobody else's to read.
-        DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(at(dir))?;
+        orphans::settle(dir, SystemTime::now());
+        let lock = lock(dir)?;
         let open = |name: &str| {
             let path = dir.join(name);
-            let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
-            file.map_err(at(&path)).map(|file| (file, path))
+            open(&path).map_err(at(&path)).map(|file| (file, path))
         };
-        let (lock, lock_path) = open("lock")?;
-        match lock.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(DiskError::Locked(dir.to_path_buf())),
-            Err(TryLockError::Error(error)) => return Err(DiskError::Io { path: lock_path, error }),
-        }
-        let ((index, index_path), (blocks, blocks_path)) = (open("index")?, open("blocks")?);
+        let ((index, index_path), (blocks, blocks_path)) = (open(INDEX)?, open(BLOCKS)?);
         let disk = Self { blocks, index, block_bytes: format.block_bytes, _lock: lock };
         let found = disk.adopt(format, capacity).map_err(at(&index_path))?;
         let end = found.last().map_or(0, |(slot, _)| disk.offset(*slot) + format.block_bytes as u64);
@@ -154,6 +159,42 @@ impl Disk {
     fn offset(&self, slot: DiskSlot) -> u64 {
         u64::from(slot.0) * self.block_bytes as u64
     }
+}
+
+/// Prompts of users can be told from what is kept here: it is nobody else's to read.
+fn open(path: &Path) -> Result<File, Error> {
+    OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
+}
+
+/// Makes the directory and locks it. Another worker may rename or delete a directory whose lock it has: then it is made anew.
+fn lock(dir: &Path) -> Result<File, DiskError> {
+    let path = dir.join(LOCK);
+    let until = Instant::now() + LOOKED_AT;
+    let failed = |error| DiskError::Io { path: path.clone(), error };
+    loop {
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
+        made.map_err(|error| DiskError::Io { path: dir.to_path_buf(), error })?;
+        match open(&path) {
+            Ok(file) => match file.try_lock() {
+                Ok(()) if is_at(&file, &path) => return Ok(file),
+                Ok(()) | Err(TryLockError::WouldBlock) => {}
+                Err(TryLockError::Error(error)) => return Err(failed(error)),
+            },
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(failed(error)),
+        }
+        if Instant::now() > until {
+            return Err(DiskError::Locked(dir.to_path_buf()));
+        }
+        std::thread::sleep(AGAIN);
+    }
+}
+
+/// Whether the open file is still the one at this path.
+fn is_at(file: &File, path: &Path) -> bool {
+    let same =
+        |open: std::fs::Metadata, there: std::fs::Metadata| (open.dev(), open.ino()) == (there.dev(), there.ino());
+    file.metadata().and_then(|open| Ok(same(open, std::fs::metadata(path)?))).unwrap_or(false)
 }
 
 /// A block that was on disk before.

@@ -33,6 +33,8 @@ pub enum DiskFault {
     damaged,
     /// A read took too long.
     late,
+    /// The disk's thread ended by itself.
+    stopped,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -132,13 +134,14 @@ impl TierMetrics {
             }
         }
         let faults = |faults: DiskFaults| {
-            let DiskFaults { full, write, read, damaged, late } = faults;
+            let DiskFaults { full, write, read, damaged, late, stopped } = faults;
             [
                 (DiskFault::full, full),
                 (DiskFault::write, write),
                 (DiskFault::read, read),
                 (DiskFault::damaged, damaged),
                 (DiskFault::late, late),
+                (DiskFault::stopped, stopped),
             ]
         };
         for ((reason, before), (_, now)) in faults(before.faults).into_iter().zip(faults(now.faults)) {

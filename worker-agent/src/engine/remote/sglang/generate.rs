@@ -1,13 +1,11 @@
 //! A request as SGLang's `/generate` takes it.
 //!
-//! Every sampling setting is said: what is not said, SGLang takes from the model's own `generation_config.json`. A seed is not: only
-//! servers that were started to be deterministic take one, and the others refuse it.
+//! A seed is not said: only servers that were started to be deterministic take one, and the others refuse it.
 
-use std::collections::HashMap;
-
-use protocol::request_plane::{Generate, Sampling};
+use protocol::request_plane::Generate;
 use serde::Serialize;
 
+use super::super::sampling::Settings;
 use super::{Room, Sglang};
 
 /// The body of a request.
@@ -39,18 +37,8 @@ pub(super) struct Body<'a> {
 struct Params<'a> {
     max_new_tokens: u32,
     min_new_tokens: u32,
-    ignore_eos: bool,
-    stop: &'a [String],
-    stop_token_ids: &'a [u32],
-    temperature: f32,
-    top_p: f32,
-    top_k: i64,
-    min_p: f32,
-    repetition_penalty: f32,
-    presence_penalty: f32,
-    frequency_penalty: f32,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    logit_bias: Option<&'a HashMap<u32, f32>>,
+    #[serde(flatten)]
+    sampling: Settings<'a>,
 }
 
 /// The name of a request, by which it is given up.
@@ -81,24 +69,11 @@ impl<'a> Body<'a> {
 }
 
 fn params(request: &Generate) -> Params<'_> {
-    let sampling = request.sampling.as_ref();
-    let set = |value: fn(&Sampling) -> f32| sampling.map_or(0.0, value);
-    let or_one = |value: f32| if value == 0.0 { 1.0 } else { value };
     let stop = request.stop.as_ref();
     let most = if request.prefill_only { 1 } else { stop.map_or(1, |stop| stop.max_tokens) };
     Params {
         max_new_tokens: most,
         min_new_tokens: stop.map_or(0, |stop| stop.min_tokens.min(most)),
-        ignore_eos: stop.is_some_and(|stop| stop.ignore_eos),
-        stop: stop.map_or(&[], |stop| &stop.strings),
-        stop_token_ids: stop.map_or(&[], |stop| &stop.token_ids),
-        temperature: set(|s| s.temperature),
-        top_p: or_one(set(|s| s.top_p)),
-        top_k: sampling.map(|s| i64::from(s.top_k)).filter(|&k| k > 0).unwrap_or(-1),
-        min_p: set(|s| s.min_p),
-        repetition_penalty: or_one(set(|s| s.repetition_penalty)),
-        presence_penalty: set(|s| s.presence_penalty),
-        frequency_penalty: set(|s| s.frequency_penalty),
-        logit_bias: sampling.map(|s| &s.logit_bias).filter(|bias| !bias.is_empty()),
+        sampling: Settings::of(request).with_all_tokens_as_minus_one().without_seed(),
     }
 }

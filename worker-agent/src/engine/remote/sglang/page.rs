@@ -89,10 +89,14 @@ pub(super) fn load(page: &str, rank: Option<u32>, kv_tokens: usize) -> Busy {
     };
     let ranks: Vec<Rank> = serde_json::from_value(ranks).unwrap_or_default();
     let mut busy = Busy::default();
+    let (mut tokens, mut usage) = (0.0, 0.0);
     for of in ranks.iter().filter(|of| rank.is_none_or(|rank| rank == of.dp_rank)) {
         busy.running += of.num_running_reqs.unwrap_or(of.num_reqs.saturating_sub(of.num_waiting_reqs));
         busy.waiting += of.num_waiting_reqs;
         busy.kv_usage = busy.kv_usage.max(of.token_usage.unwrap_or(of.num_tokens / kv_tokens.max(1) as f64));
+        (tokens, usage) = (tokens + of.num_tokens, usage + of.token_usage.unwrap_or(0.0));
+        // Tokens in its cache: each step adds some, or a request ends.
+        busy.moves = Some(f64::to_bits(tokens) ^ f64::to_bits(usage).rotate_left(32));
     }
     busy
 }
@@ -120,10 +124,17 @@ mod tests {
     fn each_form_of_its_load_is_read() {
         let new = r#"{"loads":[{"dp_rank":0,"num_running_reqs":3,"num_waiting_reqs":2,"token_usage":0.25},
             {"dp_rank":1,"num_running_reqs":1,"num_waiting_reqs":0,"token_usage":0.5}]}"#;
-        assert_eq!(load(new, None, 100), Busy { running: 4, waiting: 2, kv_usage: 0.5 });
-        assert_eq!(load(new, Some(0), 100), Busy { running: 3, waiting: 2, kv_usage: 0.25 });
+        let figures = |page: &str, rank| {
+            let Busy { running, waiting, kv_usage, moves } = load(page, rank, 100);
+            assert!(moves.is_some());
+            (running, waiting, kv_usage)
+        };
+        assert_eq!(figures(new, None), (4, 2, 0.5));
+        assert_eq!(figures(new, Some(0)), (3, 2, 0.25));
         let old = r#"[{"dp_rank":0,"num_reqs":5,"num_waiting_reqs":2,"num_tokens":50}]"#;
-        assert_eq!(load(old, None, 100), Busy { running: 3, waiting: 2, kv_usage: 0.5 });
+        assert_eq!(figures(old, None), (3, 2, 0.5));
+        let more = r#"[{"dp_rank":0,"num_reqs":5,"num_waiting_reqs":2,"num_tokens":51}]"#;
+        assert_ne!(load(more, None, 100).moves, load(old, None, 100).moves);
         assert_eq!(load(r#"{"num_reqs":1,"num_tokens":10}"#, None, 100).running, 1);
         for nothing in ["", "[]", "{\"loads\":[]}", "x", "[1]"] {
             assert_eq!(load(nothing, None, 100), Busy::default(), "{nothing}");

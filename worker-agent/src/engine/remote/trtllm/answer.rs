@@ -5,6 +5,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::super::dialect::{End, Piece, Refusal};
+use super::super::elsewhere;
 use super::super::openai::{self, StopReason, Usage};
 use super::{BACKEND, Params};
 
@@ -70,7 +71,10 @@ pub(super) fn read(text: &[u8]) -> Result<Piece, Refusal> {
     let Some(choice) = answer.choices.into_iter().next() else { return Ok(piece) };
     let handed_over = choice.disaggregated_params.is_some();
     piece.end = choice.finish_reason.as_deref().map(|reason| end(reason, choice.stop_reason, handed_over));
-    piece.disaggregated_params = choice.disaggregated_params.as_deref().map(params);
+    piece.disaggregated_params = choice
+        .disaggregated_params
+        .as_deref()
+        .map(|disaggregated_params| elsewhere::write(BACKEND, Params { disaggregated_params }));
     // The last event of a stream may have none.
     piece.tokens = match choice.token_ids {
         Some(tokens) => tokens,
@@ -94,11 +98,6 @@ fn end(reason: &str, stop: Option<StopReason>, handed_over: bool) -> End {
         "not_finished" if handed_over => End::Length,
         _ => openai::end(reason, stop),
     }
-}
-
-fn params(disaggregated_params: &RawValue) -> String {
-    let params = Params { backend: BACKEND, disaggregated_params };
-    serde_json::to_string(&params).expect("it came as JSON")
 }
 
 /// What an answer of another status means.

@@ -7,6 +7,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::super::dialect::{Piece, Refusal};
+use super::super::elsewhere;
 use super::super::openai::{self, StopReason, Usage};
 use super::{BACKEND, Params};
 
@@ -60,7 +61,10 @@ pub(super) fn read(text: &[u8]) -> Result<Piece, Refusal> {
     }
     let mut piece = Piece {
         reused_tokens: answer.usage.and_then(Usage::reused_tokens),
-        disaggregated_params: answer.kv_transfer_params.as_deref().map(params),
+        disaggregated_params: answer
+            .kv_transfer_params
+            .as_deref()
+            .map(|kv_transfer_params| elsewhere::write(BACKEND, Params { kv_transfer_params })),
         ..Piece::default()
     };
     let Some(choice) = answer.choices.into_iter().next() else { return Ok(piece) };
@@ -80,11 +84,6 @@ pub(super) fn read(text: &[u8]) -> Result<Piece, Refusal> {
     }
     piece.tokens = tokens;
     Ok(piece)
-}
-
-fn params(kv_transfer_params: &RawValue) -> String {
-    let params = Params { backend: BACKEND, kv_transfer_params };
-    serde_json::to_string(&params).expect("it came as JSON")
 }
 
 /// The entry of a token without a log-probability, which is the prompt's first, is `None`.

@@ -1,14 +1,14 @@
 //! A request as vLLM's completions API takes it.
-//!
-//! Every sampling setting is said: what is not said, vLLM takes from the model's own `generation_config.json`.
 
+use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 
 use protocol::request_plane::{Generate, Sampling};
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-use super::super::dialect::seed_of;
+use super::super::openai::StreamOptions;
+use super::super::sampling::Settings;
 use super::Vllm;
 
 /// Asks a server to keep a prompt's KV for another one.
@@ -42,31 +42,14 @@ pub(super) struct Completion<'a> {
     echo: bool,
     max_tokens: u32,
     min_tokens: u32,
-    ignore_eos: bool,
-    stop: &'a [String],
-    stop_token_ids: &'a [u32],
-    temperature: f32,
-    top_p: f32,
-    top_k: u32,
-    min_p: f32,
-    repetition_penalty: f32,
-    presence_penalty: f32,
-    frequency_penalty: f32,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    seed: Option<i64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    logit_bias: Option<HashMap<u32, f32>>,
+    #[serde(flatten)]
+    sampling: Settings<'a>,
     #[serde(skip_serializing_if = "Option::is_none")]
     cache_salt: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     priority: Option<i64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     kv_transfer_params: Option<&'a RawValue>,
-}
-
-#[derive(Debug, Serialize)]
-struct StreamOptions {
-    include_usage: bool,
 }
 
 impl<'a> Completion<'a> {
@@ -79,12 +62,9 @@ impl<'a> Completion<'a> {
         tokens: &'a [u32],
         kv: Option<&'a RawValue>,
     ) -> Self {
-        let sampling = request.sampling.as_ref();
-        let set = |value: fn(&Sampling) -> f32| sampling.map_or(0.0, value);
         let stop = request.stop.as_ref();
         let fetch = purpose == Purpose::Fetch;
         let most = if purpose == Purpose::Answer { stop.map_or(1, |stop| stop.max_tokens) } else { 1 };
-        let or_one = |value: f32| if value == 0.0 { 1.0 } else { value };
         let text = |text: &'a str| (!text.is_empty()).then_some(text);
         Self {
             model: text(&request.lora).unwrap_or(&vllm.model),
@@ -98,18 +78,7 @@ impl<'a> Completion<'a> {
             echo: request.prompt_logprobs && !fetch,
             max_tokens: most,
             min_tokens: if fetch { 0 } else { stop.map_or(0, |stop| stop.min_tokens.min(most)) },
-            ignore_eos: stop.is_some_and(|stop| stop.ignore_eos),
-            stop: stop.map_or(&[], |stop| &stop.strings),
-            stop_token_ids: stop.map_or(&[], |stop| &stop.token_ids),
-            temperature: set(|s| s.temperature),
-            top_p: or_one(set(|s| s.top_p)),
-            top_k: sampling.map_or(0, |s| s.top_k),
-            min_p: set(|s| s.min_p),
-            repetition_penalty: or_one(set(|s| s.repetition_penalty)),
-            presence_penalty: set(|s| s.presence_penalty),
-            frequency_penalty: set(|s| s.frequency_penalty),
-            seed: sampling.and_then(|s| s.seed).map(|seed| seed_of(seed, request.generated)),
-            logit_bias: sampling.map(|sampling| bias(sampling, request)).filter(|bias| !bias.is_empty()),
+            sampling: sampling(request),
             cache_salt: text(&request.cache_namespace),
             // There the lower one runs first.
             priority: vllm.priority.then_some(-i64::from(request.priority)),
@@ -118,19 +87,28 @@ impl<'a> Completion<'a> {
     }
 }
 
+fn sampling(request: &Generate) -> Settings<'_> {
+    let mut settings = Settings::of(request);
+    if let Some(bias) = request.sampling.as_ref().and_then(|sampling| bias(sampling, request)) {
+        settings.logit_bias = Some(Cow::Owned(bias));
+    }
+    settings
+}
+
 /// The request's own bias, and the penalties for what was generated elsewhere: vLLM takes those tokens for a prompt, which only
 /// its repetition penalty looks at. The presence penalty counts twice for one of them that is generated again.
-fn bias(sampling: &Sampling, request: &Generate) -> HashMap<u32, f32> {
-    let mut bias = sampling.logit_bias.clone();
+/// `None` where there are none of them.
+fn bias(sampling: &Sampling, request: &Generate) -> Option<HashMap<u32, f32>> {
     let (presence, frequency) = (sampling.presence_penalty, sampling.frequency_penalty);
-    if presence == 0.0 && frequency == 0.0 {
-        return bias;
+    if request.generated == 0 || presence == 0.0 && frequency == 0.0 {
+        return None;
     }
+    let mut bias = sampling.logit_bias.clone();
     let begin = request.token_ids.len() - request.generated as usize;
     let mut seen = HashSet::new();
     for token in &request.token_ids[begin..] {
         let penalty = frequency + if seen.insert(token) { presence } else { 0.0 };
         *bias.entry(*token).or_default() -= penalty;
     }
-    bias
+    Some(bias)
 }

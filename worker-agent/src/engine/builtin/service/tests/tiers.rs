@@ -300,6 +300,35 @@ async fn a_reservation_takes_from_host_memory_what_need_not_be_fetched() {
     assert!(wanted.iter().all(|(_, hash)| node.index.holds(Tier::Device, EngineHash(hash.0))));
 }
 
+#[tokio::test]
+async fn what_is_on_this_machine_s_disk_is_read_and_not_fetched() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let mut node = Node::start(&disk(&dir.path().join("w"), 100));
+    let (expected, _) = node.answer(0).await;
+    for number in 1..6 {
+        node.answer(number).await;
+    }
+    node.on_disk(16).await;
+    let exchange = node.engine.exchange().expect("a model has blocks");
+    let wanted = async |number| {
+        let (place, _outputs) = exchange.place(request(number)).expect("room");
+        place.expect("not ended").reusable().to_vec()
+    };
+    let all = wanted(0).await;
+    let room = Duration::from_secs(5);
+    let reservation = exchange.reserve(all.clone(), room).await.expect("room");
+    assert_eq!((reservation.here(), reservation.missing().len()), (0, 0), "it takes no room, and nothing comes");
+    drop(reservation);
+    assert_eq!(node.answer(0).await, (expected, 64), "the sequence reads them");
+    assert!(node.onboarded(TierName::disk) >= 4);
+    // One that is nowhere here has to come, and those before it with it.
+    let other = [&all[..2], &wanted(9).await[..1]].concat();
+    node.answer(3).await;
+    let reservation = exchange.reserve(other, room).await.expect("room");
+    assert_eq!(reservation.here() + reservation.missing().len(), 3);
+    assert!(reservation.missing().len() >= 1);
+}
+
 #[test]
 fn metrics_take_over_differences() {
     let metrics = TierMetrics::default();

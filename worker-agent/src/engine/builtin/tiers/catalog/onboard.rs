@@ -24,6 +24,8 @@ pub(super) struct Read {
     since: Duration,
     /// The last step in which somebody asked for it.
     wanted: u64,
+    /// The copy that is read has gone from the tier since.
+    pub(super) outdated: bool,
 }
 
 /// What a sequence learns of the block that it asks for.
@@ -51,11 +53,12 @@ impl Catalog {
     /// A step begins, for which sequences ask for blocks.
     pub fn begin_step(&mut self) {
         self.step += 1;
-        self.allowance = self.sizes.per_step;
     }
 
-    /// All have asked: what came from disk and is wanted no more goes.
+    /// All have asked: what came from disk and is wanted no more goes. From here on, until the end of the next step, as much is
+    /// copied again.
     pub fn end_step(&mut self) {
+        self.allowance = self.sizes.per_step;
         let (step, free) = (self.step, &mut self.free);
         self.reads.retain(|_, read| {
             let keep = !read.landed || read.wanted == step;
@@ -91,6 +94,15 @@ impl Catalog {
         Found::Later
     }
 
+    /// Whether all these blocks can be had, and some of them from disk alone.
+    pub fn all_below_and_some_on_disk(&self, mut blocks: impl Iterator<Item = SequenceHash>) -> bool {
+        let mut on_disk = false;
+        blocks.all(|hash| {
+            on_disk |= self.host.place(hash).is_none();
+            self.has(hash)
+        }) && on_disk
+    }
+
     /// Begins to read a block that the caller will soon ask for, if it is on disk only; false when there is no use in asking
     /// for those behind it.
     pub fn read_ahead(&mut self, hash: SequenceHash) -> bool {
@@ -112,10 +124,10 @@ impl Catalog {
         }
     }
 
-    /// As [`Self::fetch`], of host memory alone and without regard to the step.
+    /// As [`Self::fetch`], of host memory alone, and between two steps.
     pub fn fetch_from_host(&mut self, hash: SequenceHash, to: BlockId) -> bool {
-        let Some(from) = self.host.place(hash) else { return false };
-        self.moves.push(Move::Onboard { from, to });
+        let Some(from) = self.host.place(hash).filter(|_| self.allowance > 0) else { return false };
+        self.copy(from, to);
         self.host_counts.onboarded += 1;
         true
     }
@@ -165,6 +177,6 @@ impl Catalog {
     fn start_read(&mut self, hash: SequenceHash, from: DiskSlot, to: Slot) {
         self.moves.push(Move::Read { from, to, hash });
         let (since, wanted) = (self.now, self.step);
-        self.reads.insert(hash, Read { to, landed: false, overdue: false, since, wanted });
+        self.reads.insert(hash, Read { to, landed: false, overdue: false, since, wanted, outdated: false });
     }
 }

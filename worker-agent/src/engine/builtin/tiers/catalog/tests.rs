@@ -159,3 +159,101 @@ fn forgetting_everything_leaves_nothing_on_its_way() {
     assert_eq!((catalog.usage().host_blocks, catalog.usage().disk_blocks), (0, 0));
     catalog.check();
 }
+
+/// A catalog without host memory and these blocks on disk, told.
+fn on_disk(sizes: Sizes, blocks: &[CachedBlock]) -> (Catalog, EventLog) {
+    let blocks = (0u32..).map(DiskSlot).zip(blocks.iter().copied()).collect();
+    let (mut catalog, mut log) = (Catalog::new(sizes, Policy::Lru, blocks), EventLog::default());
+    catalog.tell_disk(&mut log);
+    log.take();
+    (catalog, log)
+}
+
+#[test]
+fn a_block_that_is_on_disk_twice_takes_one_place() {
+    let path = path(1, 3);
+    let sizes = Sizes { host: 0, disk: 5, writes: 4, reads: 2, per_step: 8 };
+    let (mut catalog, mut log) = on_disk(sizes, &[path[0], path[0], path[1], path[0]]);
+    catalog.check();
+    assert_eq!(catalog.usage().disk_blocks, 2);
+    for seed in 2..5 {
+        let block = self::path(seed, 1)[0];
+        catalog.offload(&[(BlockId(0), block)], &mut log);
+        catalog.done(written(&block), &mut log);
+    }
+    assert_eq!(catalog.usage().disk_blocks, 5, "all of the tier is used");
+    catalog.check();
+}
+
+#[test]
+fn a_read_that_fails_late_does_not_cost_the_copy_that_was_written_since() {
+    let (first, second) = (path(1, 1), path(2, 1));
+    let sizes = Sizes { host: 0, disk: 1, writes: 2, reads: 1, per_step: 8 };
+    let (mut catalog, mut log) = on_disk(sizes, &first);
+    catalog.begin_step();
+    assert_eq!(catalog.fetch(first[0].hash, BlockId(0)), Found::Later);
+    for path in [&second, &first] {
+        catalog.offload(&evicted(path), &mut log);
+        catalog.done(written(&path[0]), &mut log);
+    }
+    log.take();
+    catalog.done(Done::Read { hash: first[0].hash, outcome: Err(ReadFault::Damaged) }, &mut log);
+    assert!(log.take().is_empty());
+    assert_eq!(catalog.contents(Tier::Disk), [(first[0].hash, 0)]);
+    assert_eq!(catalog.usage().faults, DiskFaults::default());
+    catalog.check();
+    // It is read anew, and then it is its own fault.
+    assert_eq!(catalog.fetch(first[0].hash, BlockId(0)), Found::Later);
+    catalog.done(Done::Read { hash: first[0].hash, outcome: Err(ReadFault::Damaged) }, &mut log);
+    assert_eq!(log.take(), [removed(Tier::Disk, &first)]);
+    assert_eq!(catalog.usage().faults.damaged, 1);
+    catalog.check();
+}
+
+#[test]
+fn a_disk_whose_thread_is_gone_has_nothing_and_gets_nothing() {
+    let (kept, new) = (path(1, 2), path(2, 3));
+    let sizes = Sizes { host: 1, disk: 4, writes: 3, reads: 2, per_step: 8 };
+    let (mut catalog, mut log) = on_disk(sizes, &kept);
+    catalog.begin_step();
+    assert_eq!(catalog.fetch(kept[0].hash, BlockId(0)), Found::Later);
+    assert_eq!(catalog.fetch(kept[1].hash, BlockId(1)), Found::Later);
+    catalog.done(Done::Read { hash: kept[0].hash, outcome: Ok(()) }, &mut log);
+    catalog.offload(&evicted(&new), &mut log);
+    assert!(catalog.take_moves().iter().any(|a_move| matches!(a_move, Move::Write { .. })));
+    log.take();
+    catalog.done(Done::Stopped, &mut log);
+    assert_eq!(log.take(), [removed(Tier::Disk, &[kept[1], kept[0]])]);
+    assert_eq!((catalog.usage().disk_blocks, catalog.usage().faults.stopped), (0, 1));
+    assert_eq!(catalog.usage().disk.dropped, 2, "those on their way");
+    catalog.check();
+    assert_eq!(catalog.fetch(kept[0].hash, BlockId(0)), Found::Here(Tier::Disk), "it had come");
+    assert_eq!(catalog.fetch(kept[1].hash, BlockId(1)), Found::Nowhere);
+    catalog.end_step();
+    // Host memory goes on alone.
+    catalog.offload(&evicted(&path(3, 1)), &mut log);
+    assert!(!catalog.take_moves().iter().any(|a_move| matches!(a_move, Move::Write { .. })));
+    assert_eq!((catalog.usage().host_blocks, catalog.usage().disk.dropped), (1, 3));
+    catalog.check();
+}
+
+#[test]
+fn all_that_is_copied_between_two_steps_and_in_the_next_has_one_bound() {
+    let sizes = Sizes { host: 4, disk: 0, writes: 0, reads: 0, per_step: 2 };
+    let (mut catalog, mut log) = (Catalog::new(sizes, Policy::Lru, Vec::new()), EventLog::default());
+    let path = path(1, 4);
+    catalog.offload(&evicted(&path), &mut log);
+    for _ in 0..2 {
+        // Two reservations, and then a sequence.
+        assert!(catalog.fetch_from_host(path[0].hash, BlockId(0)));
+        assert!(catalog.fetch_from_host(path[1].hash, BlockId(1)));
+        assert!(!catalog.fetch_from_host(path[2].hash, BlockId(2)));
+        catalog.begin_step();
+        assert_eq!(catalog.fetch(path[2].hash, BlockId(2)), Found::Later);
+        catalog.end_step();
+    }
+    catalog.begin_step();
+    assert_eq!(catalog.fetch(path[2].hash, BlockId(2)), Found::Here(Tier::Host), "without others it has all of it");
+    catalog.end_step();
+    assert_eq!(catalog.usage().host.onboarded, 5);
+}

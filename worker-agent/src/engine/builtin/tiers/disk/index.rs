@@ -22,6 +22,11 @@ pub(super) const ENTRY: usize = 64;
 /// `ARMKV`, two zeros, and the version of this layout.
 const MAGIC: u64 = u64::from_le_bytes(*b"ARMKV\0\0\x01");
 
+/// Whether a file that begins so is an index, of this layout or another.
+pub(super) fn is_ours(start: [u8; 8]) -> bool {
+    start[..7] == MAGIC.to_le_bytes()[..7]
+}
+
 /// Seed of the header's checksum; no place has it.
 const HEADER_SEED: u64 = u64::MAX;
 

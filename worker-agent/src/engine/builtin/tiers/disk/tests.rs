@@ -1,8 +1,13 @@
 //! Files as they are after crashes, cuts, damage and other settings.
 
+use std::sync::{Arc, mpsc};
+
 use kv_hashing::BlockHash;
 
+use super::thread::DiskThread;
 use super::*;
+use crate::engine::builtin::tiers::slab::Slab;
+use crate::engine::builtin::tiers::{Done, Slot};
 
 const FORMAT: DiskFormat = DiskFormat { fingerprint: 7, block_bytes: 4096 };
 
@@ -59,6 +64,90 @@ fn one_directory_has_one_owner() {
     assert!(matches!(refused, DiskError::Locked(_)), "{refused}");
     assert!(refused.to_string().ends_with("is in use by another worker"));
     drop(disk);
+    open(dir.path(), FORMAT, 8);
+}
+
+/// Directories of workers beside each other.
+struct Volume(tempfile::TempDir);
+
+impl Volume {
+    fn new() -> Self {
+        Self(tempfile::tempdir().expect("a temporary directory"))
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// A directory that is there already, so that nobody's is taken over.
+    fn own(&self, name: &str) -> PathBuf {
+        std::fs::create_dir(self.at(name)).expect("is new");
+        self.at(name)
+    }
+
+    /// Nobody has written there for so many hours.
+    fn age(&self, name: &str, hours: u64) {
+        let then = SystemTime::now() - Duration::from_secs(hours * 3600);
+        for file in [INDEX, BLOCKS] {
+            let file = OpenOptions::new().write(true).open(self.at(name).join(file)).expect("there");
+            file.set_modified(then).expect("settable");
+        }
+    }
+}
+
+#[test]
+fn a_worker_with_a_new_name_takes_over_what_the_last_one_to_go_has_left() {
+    let volume = Volume::new();
+    let (_living, _) = open(&volume.at("living"), FORMAT, 8);
+    filled(&volume.own("first"));
+    volume.age("first", 2);
+    let blocks = filled(&volume.own("last"));
+    std::fs::write(volume.own("other").join(INDEX), b"something else").expect("writes");
+    let (disk, found) = open(&volume.at("new"), FORMAT, 8);
+    assert_eq!(found, blocks);
+    assert_eq!(read(&disk, blocks[0]), Ok(content(0)));
+    assert!(!volume.at("last").exists() && volume.at("first").exists());
+    assert!(matches!(Disk::open(&volume.at("new"), FORMAT, 8), Err(DiskError::Locked(_))), "it is its own now");
+    let (_second, found) = open(&volume.at("second"), FORMAT, 8);
+    assert_eq!(found, blocks, "the next one is left to the next");
+    assert!(open(&volume.at("third"), FORMAT, 8).1.is_empty());
+    assert!(volume.at("living").exists() && volume.at("other").join(INDEX).exists());
+}
+
+#[test]
+fn what_nobody_has_used_for_a_day_is_deleted_and_nothing_else() {
+    let volume = Volume::new();
+    for name in ["old", "young", "mixed"] {
+        filled(&volume.own(name));
+    }
+    std::fs::write(volume.at("mixed").join("mine"), b"somebody's").expect("writes");
+    let (_living, _) = open(&volume.own("living"), FORMAT, 8);
+    for (name, hours) in [("old", 25), ("young", 23), ("mixed", 25), ("living", 25)] {
+        volume.age(name, hours);
+    }
+    open(&volume.own("new"), FORMAT, 8);
+    assert!(!volume.at("old").exists());
+    assert!(volume.at("young").join(BLOCKS).exists() && volume.at("living").join(BLOCKS).exists());
+    assert!(volume.at("mixed").join("mine").exists());
+}
+
+#[test]
+fn a_thread_that_fails_says_so_and_leaves_the_directory_free() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let (slot, block) = filled(dir.path())[0];
+    let (disk, _) = open(dir.path(), FORMAT, 8);
+    let slab = Arc::new(Slab::new(FORMAT.block_bytes, 1).expect("memory"));
+    let (told, hears) = mpsc::channel();
+    let thread = DiskThread::start(disk, slab, move |done| {
+        assert!(!matches!(done, Done::Read { .. }), "the test wants it to fail");
+        told.send(done).expect("the test listens");
+    });
+    let thread = thread.expect("starts");
+    thread.read(slot, Slot(0), block.hash);
+    assert_eq!(hears.recv_timeout(Duration::from_secs(20)), Ok(Done::Stopped));
+    thread.read(slot, Slot(0), block.hash);
+    drop(thread);
+    assert!(hears.try_recv().is_err(), "nothing follows");
     open(dir.path(), FORMAT, 8);
 }
 

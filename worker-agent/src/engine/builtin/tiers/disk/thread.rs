@@ -3,6 +3,7 @@
 //! Reads go before writes: somebody waits for them. The queues' bound is the catalog's, which gives each of its slots away once.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -52,11 +53,11 @@ pub struct DiskThread {
 }
 
 impl DiskThread {
-    /// Starts it; `done` is called on it at the end of each read and write.
+    /// Starts it; `done` is called on it at the end of each read and write, and when the thread fails, after which nothing follows.
     pub fn start(disk: Disk, slab: Arc<Slab>, done: impl Fn(Done) + Send + 'static) -> std::io::Result<Self> {
         let shared = Arc::new(Shared::default());
         let worker = Worker { shared: shared.clone(), disk, slab, done, quiet: [None; 2] };
-        let thread = std::thread::Builder::new().name("kv-disk".into()).spawn(move || worker.run())?;
+        let thread = std::thread::Builder::new().name("kv-disk".into()).spawn(move || run(worker))?;
         Ok(Self { shared, thread: Some(thread) })
     }
 
@@ -98,7 +99,7 @@ impl Drop for DiskThread {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            tracing::error!("the disk's thread panicked");
+            tracing::error!("the disk's thread panicked while it ended");
         }
     }
 }
@@ -122,16 +123,23 @@ impl Drop for End {
     }
 }
 
-impl<F: Fn(Done)> Worker<F> {
-    fn run(mut self) {
-        let _end = End(self.shared.clone());
-        while let Some(job) = self.next() {
-            self.work(job);
+/// The thread.
+fn run<F: Fn(Done)>(mut worker: Worker<F>) {
+    // Dropped last: the files are closed, and the directory is free, before anybody is told.
+    let _end = End(worker.shared.clone());
+    let worked = catch_unwind(AssertUnwindSafe(|| {
+        while let Some(job) = worker.next() {
+            worker.work(job);
         }
-        // The files are closed, and the directory is free, before anybody is told.
-        drop(self);
+    }));
+    if worked.is_err() {
+        tracing::error!("the disk's thread failed: KV blocks are neither written to disk nor read from it any more");
+        (worker.done)(Done::Stopped);
     }
+    drop(worker);
+}
 
+impl<F: Fn(Done)> Worker<F> {
     fn next(&self) -> Option<Job> {
         let mut queue = self.shared.queue.lock();
         loop {

@@ -1,10 +1,35 @@
-//! A router, and an agent beside each server, that find each other in a directory.
+//! A router, and an agent beside each of some servers, that find each other in a directory.
 
-use super::server::free_port;
-use super::*;
+use std::net::TcpListener;
+use std::path::Path;
+use std::time::Duration;
+
+use hyper::{Method, StatusCode};
+use serde_json::Value;
+
+use crate::chat::{Router, read_stream};
+use crate::process::Armature;
+use crate::wait::until;
 
 /// Starting, and loading the model's files.
 const START: Duration = Duration::from_secs(60);
+/// An answer, on a machine that is busy with other things.
+const ANSWER: Duration = Duration::from_secs(120);
+
+/// A port that is free now; nobody else takes it in this test.
+pub fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port").port()
+}
+
+/// A worker beside a server.
+pub struct Beside<'a> {
+    /// Its role.
+    pub role: &'a str,
+    /// The directory of its model's files.
+    pub model: &'a Path,
+    /// What it is told of its server.
+    pub flags: Vec<String>,
+}
 
 /// The processes; they end when it is dropped.
 pub struct System {
@@ -40,33 +65,32 @@ async fn metric(of: &Router, series: &str) -> f64 {
 }
 
 impl System {
-    /// Starts it, and waits until both servers can be routed to.
-    pub async fn start(servers: &[Vllm; 2], roles: [&str; 2]) -> Self {
+    /// Starts it, and waits until all of the workers can be routed to.
+    pub async fn start(workers: &[Beside<'_>]) -> Self {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().to_str().expect("a plain path");
-        let quiet = [("RUST_LOG", std::path::Path::new("warn"))];
+        let quiet = [("RUST_LOG", Path::new("warn"))];
         let port = free_port().to_string();
         let found = ["--discovery-backend", "file", "--discovery-dir", path];
         let listen = ["router", "--http-host", "127.0.0.1", "--http-port", &port];
         let router = Armature::start_with(&[&listen[..], &found].concat(), &quiet).expect("starts");
         let mut agents = Vec::new();
-        for (server, role) in servers.iter().zip(roles) {
+        for Beside { role, model, flags } in workers {
             let (name, admin) = (format!("{role}-{}", agents.len()), free_port().to_string());
-            let model = integration_tests::process::required("ARMATURE_VLLM_MODEL");
             let model = model.to_str().expect("a plain path");
             let own =
                 ["worker", "--name", &name, "--role", role, "--port", "0", "--event-port", "0", "--admin-port", &admin];
-            let vllm = ["--engine", "vllm", "--vllm-url", &server.url, "--vllm-kv-events", &server.events];
-            let arguments = [&own[..], &vllm, &["--model-path", model], &found].concat();
+            let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+            let arguments = [&own[..], &flags, &["--model-path", model], &found].concat();
             let process = Armature::start_with(&arguments, &quiet).expect("starts");
             agents.push(Agent { name, admin: Router::new(&format!("http://127.0.0.1:{admin}")), _process: process });
         }
         let router_url = Router::new(&format!("http://127.0.0.1:{port}"));
         let system = Self { router: router_url, agents, _router: router, _directory: directory };
-        until("two workers", START, || async {
+        until("workers", START, || async {
             let (_, _, page) = system.router.send(Method::GET, "/metrics", None).await?;
             let routable = sum(&page, "armature_router_workers_routable");
-            if routable == 2.0 { Ok(()) } else { anyhow::bail!("{routable}") }
+            if routable == workers.len() as f64 { Ok(()) } else { anyhow::bail!("{routable}") }
         })
         .await;
         system

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 ///
 /// # Panics
 /// When there is no such file: a test that needs the model fails rather than passing without it.
-pub(crate) fn path() -> PathBuf {
+pub fn path() -> PathBuf {
     let path = std::env::var_os("ARMATURE_TEST_MODEL").map(PathBuf::from).unwrap_or_else(|| {
         let home = || PathBuf::from(std::env::var_os("HOME").expect("HOME is set")).join(".cache");
         let cache = std::env::var_os("XDG_CACHE_HOME").map_or_else(home, PathBuf::from);

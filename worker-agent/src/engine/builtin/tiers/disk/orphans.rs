@@ -1,0 +1,80 @@
+//! Directories that workers have left beside ours: a worker with a new name takes one over, and old ones are deleted.
+//!
+//! Pods have names of their own, and so have their directories: without this a volume would fill with blocks that nobody reads.
+//! Who lives holds the lock of its directory, and nothing is done to a directory without its lock. A worker that is just being
+//! restarted may lose its directory to one with a new name; what it loses is a cache.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use super::index;
+use super::{BLOCKS, INDEX, LOCK};
+
+/// What nobody has written to for so long is deleted: workers that are switched off for the night find theirs again.
+const OLD: Duration = Duration::from_secs(24 * 60 * 60);
+/// Most directories that are looked at.
+const MOST: usize = 1024;
+
+/// A directory without an owner, locked.
+struct Orphan {
+    path: PathBuf,
+    /// When it was written to last.
+    used: SystemTime,
+    lock: File,
+}
+
+impl Orphan {
+    /// `None` where the path is no directory of ours, or is somebody's.
+    fn at(path: PathBuf) -> Option<Self> {
+        if !fs::symlink_metadata(&path).ok()?.is_dir() {
+            return None;
+        }
+        let mut magic = [0; 8];
+        File::open(path.join(INDEX)).ok()?.read_exact_at(&mut magic, 0).ok()?;
+        if !index::is_ours(magic) {
+            return None;
+        }
+        let lock = File::options().read(true).write(true).open(path.join(LOCK)).ok()?;
+        lock.try_lock().ok()?;
+        let written = |name: &str| fs::metadata(path.join(name)).and_then(|meta| meta.modified()).ok();
+        let used = [INDEX, BLOCKS].into_iter().filter_map(written).max()?;
+        Some(Self { path, used, lock })
+    }
+
+    /// Deletes what is ours in it, the lock last, and the directory if that was all.
+    fn delete(self) -> io::Result<()> {
+        for name in [BLOCKS, INDEX, LOCK] {
+            fs::remove_file(self.path.join(name))?;
+        }
+        fs::remove_dir(&self.path)
+    }
+}
+
+/// Makes `dir`, if it is not there, out of the directory beside it that was used last and has no owner; deletes others that are old.
+pub(super) fn settle(dir: &Path, now: SystemTime) {
+    let Some(entries) = dir.parent().and_then(|parent| fs::read_dir(parent).ok()) else { return };
+    let beside = entries.flatten().map(|entry| entry.path()).filter(|path| path != dir).take(MOST);
+    let mut orphans: Vec<Orphan> = beside.filter_map(Orphan::at).collect();
+    orphans.sort_by_key(|orphan| orphan.used);
+    if !dir.exists()
+        && let Some(last) = orphans.pop()
+    {
+        match fs::rename(&last.path, dir) {
+            Ok(()) => tracing::info!(from = %last.path.display(), "took over the disk cache of a worker that is gone"),
+            Err(error) => tracing::warn!(%error, from = %last.path.display(), "cannot take over a disk cache"),
+        }
+        // Its lock is free now, for us or for whoever comes first.
+        drop(last.lock);
+    }
+    let old = |orphan: &Orphan| now.duration_since(orphan.used).is_ok_and(|age| age > OLD);
+    for orphan in orphans.into_iter().filter(old) {
+        let path = orphan.path.display().to_string();
+        match orphan.delete() {
+            Ok(()) => tracing::info!(path, "deleted the disk cache of a worker that is gone"),
+            Err(error) => tracing::warn!(path, %error, "cannot delete the disk cache of a worker that is gone"),
+        }
+    }
+}
