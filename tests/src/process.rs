@@ -123,7 +123,8 @@ pub fn runs(pid: u32) -> bool {
     stat.rsplit(')').next().and_then(|rest| rest.trim_start().chars().next()).is_some_and(|state| state != 'Z')
 }
 
-fn children_of(parent: u32) -> anyhow::Result<Vec<u32>> {
+/// Process ids of a process's children.
+pub fn children_of(parent: u32) -> anyhow::Result<Vec<u32>> {
     let mut children = Vec::new();
     for task in std::fs::read_dir(format!("/proc/{parent}/task"))? {
         let list = std::fs::read_to_string(task?.path().join("children"))?;

@@ -65,6 +65,11 @@ fn tokens(text: &str) -> Vec<u32> {
     text.bytes().map(u32::from).collect()
 }
 
+/// The prompt of a request, as servers are asked with it.
+fn prompt_of(body: &Value) -> String {
+    Value::from(tokens(body["messages"][0]["content"].as_str().expect("text"))).to_string()
+}
+
 /// The next requests to a server, by their prompts.
 async fn asked(server: &mut Server, prompt: &str, count: usize) -> HashMap<String, Asked> {
     let mut found = HashMap::new();

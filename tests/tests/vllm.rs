@@ -5,11 +5,13 @@
 use std::time::Duration;
 
 use http_body_util::BodyExt;
+use hyper::body::Incoming;
 use hyper::{Method, StatusCode};
 use integration_tests::chat::{Router, message, read_stream, request};
-use integration_tests::process::required;
+use integration_tests::process::{required, signal_process};
 use integration_tests::system::{Beside, System};
 use integration_tests::wait::until;
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 #[path = "vllm/server.rs"]
@@ -22,6 +24,10 @@ const MODEL: &str = "smollm2";
 const BLOCK: u64 = 32;
 /// An answer, on a machine that is busy with other things.
 const ANSWER: Duration = Duration::from_secs(120);
+/// Seconds in which a vLLM has to get somewhere: longer than a step on a machine that is busy with other things.
+const STALL: &str = "10";
+/// Tokens of an answer that takes seconds.
+const LONG: u32 = 160;
 /// Until something that happens at once is seen.
 const SOON: Duration = Duration::from_secs(20);
 
@@ -35,6 +41,7 @@ async fn two_real_vllm_behind_a_router() {
     assert_eq!(split, whole, "the same text, whether or not the KV travelled");
     overlap_is_vllm_s_own(&system, &servers).await;
     a_client_that_leaves_ends_its_request(&system, &servers).await;
+    a_vllm_that_hangs_is_left_until_it_computes(&system, &servers).await;
     a_killed_vllm_is_left(&system, servers).await;
 }
 
@@ -42,7 +49,16 @@ async fn two_real_vllm_behind_a_router() {
 async fn start(servers: &[Vllm; 2], roles: [&str; 2]) -> System {
     let model = required("ARMATURE_VLLM_MODEL");
     let beside = |server: &Vllm, role| {
-        let flags = ["--engine", "vllm", "--vllm-url", &server.url, "--vllm-kv-events", &server.events];
+        let flags = [
+            "--engine",
+            "vllm",
+            "--vllm-url",
+            &server.url,
+            "--vllm-kv-events",
+            &server.events,
+            "--engine-stall-s-max",
+            STALL,
+        ];
         Beside { role, model: &model, flags: flags.map(str::to_owned).into() }
     };
     System::start(&[beside(&servers[0], roles[0]), beside(&servers[1], roles[1])]).await
@@ -144,33 +160,67 @@ async fn a_client_that_leaves_ends_its_request(system: &System, servers: &[Vllm;
     assert!(generated < f64::from(TOKENS / 2), "{generated} tokens for nobody");
 }
 
-/// kill -9: the stream goes on at the other server, and the router knows nothing more of the dead one.
-async fn a_killed_vllm_is_left(system: &System, servers: [Vllm; 2]) {
-    let body = request(MODEL, &[message("user", "Tell a story of a mill, and of the miller.")], 48);
-    let mut endless = body.clone();
-    endless["ignore_eos"] = true.into();
-    let begun = system.router.begin(Method::POST, "/v1/chat/completions", Some(&endless)).await;
+/// A stream that has begun: its worker, what has come, and the rest.
+async fn begun(system: &System, body: &Value) -> (usize, String, Vec<u8>, Incoming) {
+    let begun = system.router.begin(Method::POST, "/v1/chat/completions", Some(body)).await;
     let (_, worker, mut rest) = begun.expect("begins");
     let mut events = Vec::new();
     while String::from_utf8_lossy(&events).matches("\"content\"").count() < 4 {
         let frame = tokio::time::timeout(ANSWER, rest.frame()).await.expect("in time").expect("an event");
         events.extend_from_slice(&frame.expect("no break").into_data().unwrap_or_default());
     }
-    let dead = usize::from(worker == system.name(1));
-    assert_eq!(worker, system.name(dead));
-    let [first, second] = servers;
-    let (killed, left) = if dead == 0 { (first, second) } else { (second, first) };
-    drop(killed);
-    until("the loss", SOON, || async {
-        let routable = system.metric("armature_router_workers_routable").await;
-        let known = system.metric("armature_router_workers_known").await;
-        if (known, routable) == (1.0, 1.0) { Ok(()) } else { Err((known, routable)) }
-    })
-    .await;
+    let at = usize::from(worker == system.name(1));
+    assert_eq!(worker, system.name(at));
+    (at, worker, events, rest)
+}
+
+/// The rest of such a stream.
+async fn ends(worker: String, mut events: Vec<u8>, rest: Incoming) {
     let rest = tokio::time::timeout(ANSWER, rest.collect()).await.expect("in time").expect("no break");
     events.extend_from_slice(&rest.to_bytes());
     let answer = read_stream(std::str::from_utf8(&events).expect("UTF-8"), worker).expect("a whole stream");
-    assert_eq!((answer.finish_reason.as_str(), &answer.usage["completion_tokens"]), ("length", &json!(48)));
+    assert_eq!((answer.finish_reason.as_str(), &answer.usage["completion_tokens"]), ("length", &json!(LONG)));
+}
+
+/// A request for [`LONG`] tokens.
+fn endless(text: &str) -> Value {
+    let mut body = request(MODEL, &[message("user", text)], LONG);
+    body["ignore_eos"] = true.into();
+    body
+}
+
+async fn workers(system: &System, expected: f64, limit: Duration) {
+    until("the workers", limit, || async {
+        let routable = system.metric("armature_router_workers_routable").await;
+        let known = system.metric("armature_router_workers_known").await;
+        if (known, routable) == (expected, expected) { Ok(()) } else { Err((known, routable)) }
+    })
+    .await;
+}
+
+/// Its engine stops, and its server goes on to say that it is well: the stream goes on at the other one.
+async fn a_vllm_that_hangs_is_left_until_it_computes(system: &System, servers: &[Vllm; 2]) {
+    let (at, worker, events, rest) = begun(system, &endless("Tell a story of a clock that stopped.")).await;
+    let engine = servers[at].engine();
+    signal_process(engine, Signal::STOP).expect("it runs");
+    ends(worker, events, rest).await;
+    workers(system, 1.0, SOON).await;
+    let (status, _, _) = Router::new(&servers[at].url).send(Method::GET, "/health", None).await.expect("answers");
+    assert_eq!(status, StatusCode::OK, "it does not know");
+    signal_process(engine, Signal::CONT).expect("it runs");
+    workers(system, 2.0, ANSWER).await;
+    assert_eq!(system.agent_metric(at, "armature_worker_engine_hangs_total").await, 1.0);
+}
+
+/// kill -9: the stream goes on at the other server, and the router knows nothing more of the dead one.
+async fn a_killed_vllm_is_left(system: &System, servers: [Vllm; 2]) {
+    let body = endless("Tell a story of a mill, and of the miller.");
+    let (dead, worker, events, rest) = begun(system, &body).await;
+    let [first, second] = servers;
+    let (killed, left) = if dead == 0 { (first, second) } else { (second, first) };
+    drop(killed);
+    workers(system, 1.0, SOON).await;
+    ends(worker, events, rest).await;
     let explained = system.explain(&body).await;
     let rows = explained["workers"].as_array().expect("rows");
     assert!(rows.len() == 1 && rows[0]["worker"] == system.name(1 - dead), "{explained:#}");

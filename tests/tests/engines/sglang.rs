@@ -32,7 +32,7 @@ async fn both_halves_of_each_request_meet_in_one_room() {
         let mut generating = asked(&mut pair.decode, "input_ids", AT_ONCE).await;
         let mut rooms = HashSet::new();
         for (number, body) in bodies.iter().enumerate() {
-            let prompt = Value::from(tokens(body["messages"][0]["content"].as_str().expect("text"))).to_string();
+            let prompt = prompt_of(body);
             let computes = computing.remove(&prompt).expect("the prefill server computes the prompt");
             let generates = generating.remove(&prompt).expect("the decode server is asked with the same prompt");
             assert_eq!(room(&computes), room(&generates));

@@ -32,10 +32,7 @@ async fn the_state_of_each_prompt_goes_to_the_second_half_of_its_own_request() {
         let computing = asked(&mut pair.prefill, "prompt", AT_ONCE).await;
         let mut numbers = HashMap::new();
         for (prompt, asked) in computing {
-            let is_of = |body: &Value| {
-                prompt == Value::from(tokens(body["messages"][0]["content"].as_str().expect("text"))).to_string()
-            };
-            let number = bodies.iter().position(is_of).expect("the prompt of a client");
+            let number = bodies.iter().position(|body| prompt_of(body) == prompt).expect("the prompt of a client");
             hand_over(asked, number, u32::from(b'a') + number as u32);
             numbers.insert(prompt, number);
         }

@@ -3,7 +3,7 @@
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
-use integration_tests::process::{kill_group, required};
+use integration_tests::process::{children_of, kill_group, required};
 use integration_tests::system::{free_port, sum};
 
 use super::*;
@@ -85,6 +85,13 @@ impl Vllm {
             let (status, _, _) = router.send(Method::GET, "/health", None).await?;
             if status == StatusCode::OK { Ok(()) } else { anyhow::bail!("{status}") }
         }
+    }
+
+    /// The process that computes; another one answers.
+    pub fn engine(&self) -> u32 {
+        let name = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let children = children_of(self.process.id()).expect("it runs");
+        children.into_iter().find(|pid| name(*pid).starts_with("VLLM::EngineCore")).expect("an engine")
     }
 
     /// Sum of the samples of a metric whose names begin so.
