@@ -53,8 +53,8 @@ fn length(path: &Path) -> Option<u64> {
     std::fs::metadata(path).ok().map(|meta| meta.len())
 }
 
-/// The first file under `dir` whose name ends so.
-fn find(dir: &Path, end: &str) -> anyhow::Result<PathBuf> {
+/// The first file under `dir` whose path ends so.
+pub fn find(dir: &Path, end: &str) -> anyhow::Result<PathBuf> {
     let mut folders = vec![dir.to_path_buf()];
     while let Some(folder) = folders.pop() {
         for entry in std::fs::read_dir(&folder)? {

@@ -1,5 +1,5 @@
-//! Hands out leased blocks: their bytes over TCP, straight from the arena, or within the host the places where they are. The
-//! engine's thread has no part in it.
+//! Hands out leased blocks: their bytes over TCP, straight from the arena, or the places where they are, to whom can read the
+//! memory itself: within the host, or with NIXL. The engine's thread has no part in it.
 //!
 //! A client that is slow, silent or gone costs a task until its deadline, and a lease until that expires.
 
@@ -22,7 +22,7 @@ use super::wire::{
     Answer, Ask, BlockHead, BlockPlace, Hello, Pull, Refusal, Refused, ToClient, ToServer, VERSION, Welcome, WireError,
     read,
 };
-use super::{PIECE, shm, tcp};
+use super::{PIECE, nixl, shm, tcp};
 use crate::drain::Drain;
 use crate::engine::builtin::exchange::{Exchange, KvLayout, Lease};
 
@@ -34,7 +34,7 @@ const HELLO: Duration = Duration::from_secs(2);
 const IDLE: Duration = Duration::from_secs(10);
 /// Longest time in which a client takes none of [`PIECE`] bytes.
 const STALL: Duration = Duration::from_secs(5);
-/// Longest wait for the end of a copy within the host, whose source is held meanwhile.
+/// Longest wait for the end of a copy that the client makes itself, whose source is held meanwhile.
 const COPY: Duration = Duration::from_secs(60);
 /// How often leases are looked at.
 const EXPIRY: Duration = Duration::from_millis(250);
@@ -62,6 +62,8 @@ pub(super) struct Desk {
     pub(super) boot_epoch: String,
     /// Blocks move only between workers with the same one.
     pub(super) revision: String,
+    /// Who lets other workers read the memory that the blocks are in.
+    pub(super) agent: Option<Arc<nixl::Agent>>,
     /// Counts.
     pub(super) metrics: TransferMetrics,
 }
@@ -176,13 +178,30 @@ impl Desk {
         let mut socket = TcpStream::from_std(socket.into_std()?)?;
         socket.set_nodelay(true)?;
         self.greet(&mut socket, busy).await?;
-        while let Some(ask) = next(&mut socket, IDLE, drain).await? {
+        let (mut held, mut limit) = (None, IDLE);
+        while let Some(ask) = next(&mut socket, limit, drain).await? {
             match ask {
                 Ask::Pull(pull) => self.send_blocks(&mut socket, pull).await?,
-                ask => self.release(ask)?,
+                Ask::Agent(()) => self.introduce(&mut socket).await?,
+                Ask::Locate(pull) => {
+                    (held, limit) = (Some(self.tell_places(&mut socket, pull, nixl::BACKEND).await?), COPY);
+                }
+                ask => {
+                    self.release(ask)?;
+                    (held, limit) = (None, IDLE);
+                }
             }
         }
+        drop(held);
         Ok(())
+    }
+
+    /// Says who the memory's agent is.
+    async fn introduce(&self, socket: &mut TcpStream) -> Result<(), Ended> {
+        match &self.agent {
+            Some(agent) => send(socket, Answer::Agent(agent.head())).await,
+            None => refuse(socket, Refusal::NoAgent, "this worker does not use NIXL".into()).await,
+        }
     }
 
     /// Gives the client our memory's descriptor, and holds the blocks that it asks for while it copies them.
@@ -196,7 +215,9 @@ impl Desk {
         let (mut held, mut limit) = (None, IDLE);
         while let Some(ask) = next(&mut socket, limit, drain).await? {
             match ask {
-                Ask::Pull(pull) => (held, limit) = (Some(self.tell_places(&mut socket, pull).await?), COPY),
+                Ask::Pull(pull) => {
+                    (held, limit) = (Some(self.tell_places(&mut socket, pull, shm::BACKEND).await?), COPY);
+                }
                 ask => {
                     self.release(ask)?;
                     (held, limit) = (None, IDLE);
@@ -227,7 +248,7 @@ impl Desk {
                 self.exchange.end_lease(lease);
                 Ok(())
             }
-            _ => Err(WireError::Malformed("neither Pull nor Release".into()).into()),
+            _ => Err(WireError::Malformed("a question that is none here".into()).into()),
         }
     }
 
@@ -281,9 +302,14 @@ impl Desk {
     }
 
     /// Says where the blocks are; they stay there while the lease that is returned lives.
-    async fn tell_places(&self, socket: &mut UnixStream, pull: Pull) -> Result<Arc<Lease>, Ended> {
+    async fn tell_places(
+        &self,
+        socket: &mut (impl AsyncRead + AsyncWrite + Unpin),
+        pull: Pull,
+        backend: &'static str,
+    ) -> Result<Arc<Lease>, Ended> {
         let (lease, indexes) = self.find(socket, &pull).await?;
-        let sent = self.metrics.sent_bytes(shm::BACKEND);
+        let sent = self.metrics.sent_bytes(backend);
         // In one piece: many small ones would fill the socket, since the client takes one between two copies.
         let mut places = BytesMut::new();
         for (index, hash) in indexes.into_iter().zip(pull.blocks) {
