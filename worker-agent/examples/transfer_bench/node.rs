@@ -25,7 +25,12 @@ pub(super) struct Node {
 }
 
 impl Node {
-    pub(super) async fn start(model: &str, tokens: usize, threads: usize) -> Result<Self, Failure> {
+    pub(super) async fn start(
+        model: &str,
+        tokens: usize,
+        threads: usize,
+        transports: Transports,
+    ) -> Result<Self, Failure> {
         // Leases and reservations may take half of the arena.
         let total_blocks = 2 * (FETCHES + 1) * tokens.div_ceil(16) + 64 * STREAMS;
         let options = OpenOptions { threads: NonZeroUsize::new(threads), total_blocks, ..OpenOptions::default() };
@@ -36,7 +41,7 @@ impl Node {
         let options = Options {
             boot_epoch: address.clone(),
             address,
-            transports: Transports::Auto,
+            transports,
             revision: String::new(),
             lease: TIMEOUT,
             timeout: TIMEOUT,

@@ -135,7 +135,7 @@ impl Agent {
         self.handle.post_xfer_req(read, None).map(drop).map_err(failed("the beginning of a read"))
     }
 
-    /// Whether the read has ended; an error is one that has ended it. Moves bytes, where the system does not do so by itself.
+    /// Whether the read has ended well; an error is one of its parts'. Moves bytes, where the system does not do so by itself.
     pub(super) fn ended(&self, read: &Request) -> io::Result<bool> {
         self.handle.get_xfer_status(read).map(|status| status.is_success()).map_err(failed("a read"))
     }

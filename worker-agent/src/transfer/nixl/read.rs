@@ -1,9 +1,10 @@
 //! One read that NIXL makes, and the room that it writes to.
 //!
 //! A read cannot be called back: NIXL cancels what can be cancelled and does not wait for the rest, which goes on writing. So a
-//! read owns its room, and a request that is cancelled, fails or runs out of time leaves both behind: somebody goes on looking
-//! until the read has ended, and only then is the room given back. UCX ends every read, by an error if need be, when the other
-//! worker is gone. As long as one lasts it is among the reserved blocks, of which there are half an arena at most.
+//! read owns its room, and a request that is cancelled or runs out of time leaves both behind: somebody goes on looking until
+//! the read has ended, and only then is the room given back. UCX ends every read, by an error if need be, when the other worker
+//! is gone. After an error the room rests: some part of the read may not have heard of it. All this time its blocks are among
+//! the reserved ones, of which there are half an arena at most.
 
 use std::io;
 use std::mem::ManuallyDrop;
@@ -26,9 +27,9 @@ const SPIN: Duration = Duration::from_micros(500);
 const LOOK: Duration = Duration::from_millis(1);
 /// Pause between two looks at a read that nobody waits for.
 const LEFT_LOOK: Duration = Duration::from_millis(20);
-/// How long a room rests whose read did not begin as a whole: NIXL does not say what has become of its parts. Longer than UCX
-/// takes to give a connection up.
-const REST: Duration = Duration::from_secs(60);
+/// How long a room rests after an error, which is one part's and does not wait for the others. By then the connection is given
+/// up, and what it had under way is over in milliseconds.
+const REST: Duration = Duration::from_secs(10);
 
 /// A piece of a read: from where in the other worker, to where here, and how many bytes.
 pub(super) type Move = (u64, *mut u8, usize);
@@ -46,15 +47,23 @@ struct Parts {
     request: Request,
     room: Room,
     remote: Arc<Remote>,
-    /// It is not known when it ends.
-    unclear: bool,
+    /// By an error; what the room has is not what was read.
+    failed: bool,
 }
 
 impl Parts {
-    /// Whether it has ended; an error has ended it, too.
-    fn ended(&self) -> io::Result<bool> {
+    /// Whether it has ended well. After an error nobody looks again.
+    fn ended(&mut self) -> io::Result<bool> {
         let ended = self.remote.agent().ended(&self.request);
-        ended.inspect_err(|_| self.remote.set_broken())
+        self.note(ended)
+    }
+
+    fn note<T>(&mut self, outcome: io::Result<T>) -> io::Result<T> {
+        if outcome.is_err() {
+            self.failed = true;
+            self.remote.set_broken();
+        }
+        outcome
     }
 }
 
@@ -70,13 +79,10 @@ impl Read {
         });
         // Until it has begun, nothing writes.
         let request = remote.agent().prepare(remote.name(), moves)?;
-        let mut parts = Parts { request, room, remote, unclear: false };
+        let mut parts = Parts { request, room, remote, failed: false };
         // SAFETY: the room is among the parts, which are kept until the read has ended.
         let begun = unsafe { parts.remote.agent().begin(&parts.request) };
-        parts.unclear = begun.is_err();
-        if parts.unclear {
-            parts.remote.set_broken();
-        }
+        let begun = parts.note(begun);
         let read = Self { parts: Some(parts), runtime: Handle::current() };
         begun.map(|()| read)
     }
@@ -84,24 +90,18 @@ impl Read {
     /// Waits for the end. Gives back the room, which has what was read.
     pub(in crate::transfer) async fn ended(mut self, deadline: Deadline) -> Result<Room, TransferError> {
         let started = Instant::now();
-        while let Some(parts) = &self.parts {
-            match parts.ended() {
-                Ok(false) => deadline.check(Stage::Blocks)?,
-                Ok(true) => break,
-                Err(source) => {
-                    self.parts = None;
-                    return Err(TransferError::Io { stage: Stage::Blocks, source });
-                }
+        while let Some(parts) = &mut self.parts {
+            if parts.ended().map_err(|source| TransferError::Io { stage: Stage::Blocks, source })? {
+                break;
             }
+            deadline.check(Stage::Blocks)?;
             if started.elapsed() < SPIN {
                 tokio::task::yield_now().await;
             } else {
                 tokio::time::sleep(LOOK).await;
             }
         }
-        let Parts { request, room, .. } = self.parts.take().ok_or(TransferError::Ended)?;
-        drop(request);
-        Ok(room)
+        self.parts.take().map(|parts| parts.room).ok_or(TransferError::Ended)
     }
 }
 
@@ -118,13 +118,12 @@ impl Drop for Read {
 struct Left(ManuallyDrop<Parts>);
 
 impl Left {
-    async fn look_after(self) {
-        if self.0.unclear {
+    async fn look_after(mut self) {
+        while !self.0.failed && matches!(self.0.ended(), Ok(false)) {
+            tokio::time::sleep(LEFT_LOOK).await;
+        }
+        if self.0.failed {
             tokio::time::sleep(REST).await;
-        } else {
-            while let Ok(false) = self.0.ended() {
-                tokio::time::sleep(LEFT_LOOK).await;
-            }
         }
         drop(ManuallyDrop::into_inner(self.0));
     }
