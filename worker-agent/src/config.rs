@@ -1,7 +1,7 @@
 //! Settings of a worker: flags with environment fallbacks, and the check that turns them into [`Settings`].
 //!
-//! Everything is checked here, before any port is bound; nothing here opens a file or a connection. Flags of the engine are
-//! only carried: whoever opens the engine reads them.
+//! Everything is checked here, before any port is bound; nothing here opens a file or a connection, but for a look whether NIXL's
+//! library is there. Flags of the engine are only carried: whoever opens the engine reads them.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};

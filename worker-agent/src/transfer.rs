@@ -25,6 +25,7 @@ mod client;
 mod error;
 mod lane;
 pub mod metrics;
+mod nixl;
 mod serve;
 mod shm;
 mod source;
@@ -36,6 +37,7 @@ mod wire;
 pub use error::{Stage, TransferError};
 pub use lane::Lane;
 use metrics::TransferMetrics;
+pub use nixl::Nixl;
 use serve::Desk;
 pub use serve::{Server, serve};
 pub use shm::Shm;
@@ -82,6 +84,8 @@ pub enum Transports {
     Tcp,
     /// Shared memory alone.
     Shm,
+    /// NIXL alone, in a build that has it.
+    Nixl,
 }
 
 impl Transports {
@@ -91,6 +95,21 @@ impl Transports {
             Self::Auto => "auto",
             Self::Tcp => "tcp",
             Self::Shm => "shm",
+            Self::Nixl => "nixl",
+        }
+    }
+
+    /// What this build, on this machine, does not have for it.
+    pub(crate) fn check(self) -> Result<(), &'static str> {
+        if self.take(nixl::BACKEND) { nixl::available() } else { Ok(()) }
+    }
+
+    fn take(self, backend: &str) -> bool {
+        match self {
+            Self::Auto => [shm::BACKEND, tcp::BACKEND].contains(&backend),
+            Self::Tcp => backend == tcp::BACKEND,
+            Self::Shm => backend == shm::BACKEND,
+            Self::Nixl => backend == nixl::BACKEND,
         }
     }
 }
@@ -128,25 +147,30 @@ pub fn open(
 ) -> io::Result<(Transfers, Server)> {
     let Options { transports: ways, timeout, lease: lifetime, .. } = options;
     let lane = Arc::new(Lane::start()?);
-    let shm = match ways {
-        Transports::Tcp => None,
-        Transports::Auto | Transports::Shm => shared_memory(&exchange),
-    };
+    let nixl = ways.take(nixl::BACKEND).then(|| Nixl::start(&exchange, timeout)).transpose()?;
+    let shm = if ways.take(shm::BACKEND) { shared_memory(&exchange) } else { None };
+    // NIXL's questions come there, too.
     let tcp = (ways != Transports::Shm).then_some(listener);
     let mut transports: Vec<Arc<dyn KvTransport>> = Vec::new();
     let mut offers = Vec::new();
-    if ways != Transports::Tcp {
+    if ways.take(shm::BACKEND) {
         transports.push(Arc::new(Shm::new(timeout)));
         offers.extend(shm.iter().map(|shm| Offer { backend: shm::BACKEND.into(), address: shm.address.clone() }));
     }
-    if tcp.is_some() {
+    if let Some(nixl) = &nixl {
+        transports.push(Arc::new(nixl.clone()));
+        offers.push(Offer { backend: nixl::BACKEND.into(), address: options.address.clone() });
+    }
+    if ways.take(tcp::BACKEND) {
         transports.push(Arc::new(Tcp::new(timeout)));
         offers.push(Offer { backend: tcp::BACKEND.into(), address: options.address.clone() });
     }
     let (boot_epoch, revision) = (options.boot_epoch.clone(), options.revision.clone());
     let describe = Box::new(describe(offers, options, exchange.layout(), lane.clone()));
     exchange.open(Terms { lifetime, describe });
-    let desk = Desk { exchange: exchange.clone(), boot_epoch, revision: revision.clone(), metrics: metrics.clone() };
+    let agent = nixl.map(|nixl| nixl.agent);
+    let (blocks, counts) = (exchange.clone(), metrics.clone());
+    let desk = Desk { exchange: blocks, boot_epoch, revision: revision.clone(), agent, metrics: counts };
     let server = Server { tcp, shm, lane: lane.clone(), desk: Arc::new(desk) };
     let turns = Semaphore::new(MAX_FETCHES);
     let fetcher = Fetcher { exchange, transports, lane, turns, revision, timeout, metrics };

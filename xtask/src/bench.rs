@@ -4,6 +4,7 @@ mod frontend;
 mod index;
 
 use crate::model;
+use crate::nixl::{self, Nixl};
 use crate::process::{cargo, command, root, run as run_command, target};
 
 /// Which benchmark.
@@ -18,7 +19,7 @@ pub enum Command {
     /// Hit rate and latency of every routing mode over a recorded trace.
     Trace(Rest),
     /// KV transfer between two workers, beside what loopback TCP and copying do, and what it costs running streams.
-    Transfer(Rest),
+    Transfer(Transfer),
     /// Copies of KV blocks between the host and every accelerator of this machine, checked and timed.
     Device,
     /// Several routers beside one: how evenly they load the workers, and how often they choose the same.
@@ -33,6 +34,24 @@ pub struct Rest {
     arguments: Vec<String>,
 }
 
+/// How blocks are moved.
+#[derive(clap::Args)]
+pub struct Transfer {
+    /// With NIXL, too, which is installed from its Python package (95 MB, with libclang)
+    #[arg(long)]
+    nixl: bool,
+    #[command(flatten)]
+    rest: Rest,
+}
+
+impl Transfer {
+    fn run(&self) -> anyhow::Result<()> {
+        let nixl = self.nixl.then(Nixl::obtain).transpose()?;
+        let mut bench = example("transfer_bench", nixl.as_ref())?;
+        run_command(bench.arg(model::obtain()?).args(&self.rest.arguments))
+    }
+}
+
 /// Runs it.
 pub fn run(bench: &Command) -> anyhow::Result<()> {
     match bench {
@@ -42,15 +61,21 @@ pub fn run(bench: &Command) -> anyhow::Result<()> {
         }
         Command::Index(args) => index::run(args),
         Command::Frontend(rest) => frontend::beside_peers(rest),
-        Command::Transfer(rest) => run_command(example("transfer_bench")?.arg(model::obtain()?).args(&rest.arguments)),
-        Command::Device => run_command(&mut example("device_check")?),
+        Command::Transfer(transfer) => transfer.run(),
+        Command::Device => run_command(&mut example("device_check", None)?),
         Command::Trace(rest) => frontend::alone("trace", rest),
         Command::Replicas(rest) => frontend::alone("replicas", rest),
     }
 }
 
-/// Builds the program of this name among the examples.
-fn example(name: &str) -> anyhow::Result<std::process::Command> {
-    run_command(cargo().args(["build", "--release", "--quiet", "--workspace", "--example", name]))?;
-    Ok(command(target().join("release/examples").join(name)))
+/// Builds the program of this name among the examples, perhaps with NIXL.
+fn example(name: &str, nixl: Option<&Nixl>) -> anyhow::Result<std::process::Command> {
+    let (mut build, mut program) = (cargo(), command(target().join("release/examples").join(name)));
+    build.args(["build", "--release", "--quiet", "--workspace", "--example", name]);
+    if let Some(nixl) = nixl {
+        nixl.to(build.args(["--features", nixl::FEATURES]));
+        nixl.to(&mut program);
+    }
+    run_command(&mut build)?;
+    Ok(program)
 }

@@ -8,6 +8,7 @@ mod cluster;
 mod generate;
 mod image;
 mod model;
+mod nixl;
 mod process;
 mod ptx;
 mod python;

@@ -48,8 +48,17 @@ fn installed(package: &str) -> bool {
     status.is_ok_and(|status| status.trim() == "installed")
 }
 
-/// A Python environment with exactly these requirements; returns its `bin` folder.
+/// A Python environment with these requirements and all that they need; returns its `bin` folder.
 pub fn python(name: &str, requirements: &[&str]) -> anyhow::Result<PathBuf> {
+    environment(name, requirements, &[])
+}
+
+/// As [`python`], with these packages alone: for files that they carry.
+pub fn python_packages(name: &str, packages: &[&str]) -> anyhow::Result<PathBuf> {
+    environment(name, packages, &["--no-deps"])
+}
+
+fn environment(name: &str, requirements: &[&str], options: &[&str]) -> anyhow::Result<PathBuf> {
     let dir = cache()?.join("python").join(name);
     let (bin, stamp, wanted) = (dir.join("bin"), dir.join("requirements"), requirements.join("\n"));
     if std::fs::read_to_string(&stamp).is_ok_and(|have| have == wanted)
@@ -69,7 +78,8 @@ pub fn python(name: &str, requirements: &[&str]) -> anyhow::Result<PathBuf> {
     // From a file: on the command line pip takes no hashes.
     let list = dir.join("requirements.in");
     std::fs::write(&list, &wanted)?;
-    quiet(command(bin.join("python")).args(["-m", "pip", "install", "--quiet", "--requirement"]).arg(&list))?;
+    let mut pip = command(bin.join("python"));
+    quiet(pip.args(["-m", "pip", "install", "--quiet"]).args(options).arg("--requirement").arg(&list))?;
     std::fs::rename(list, stamp)?;
     Ok(bin)
 }

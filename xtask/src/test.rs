@@ -12,13 +12,15 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 
-use crate::process::{binaries, cargo, command, root, run as run_command, succeeds};
+use crate::nixl::{self, Nixl};
+use crate::process::{binaries, cargo, command, root, run as run_command, succeeds, target};
 use crate::{cluster, image, model, python, setup, tidy, vllm};
 
 /// Runs the tests.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Only this stage; may be given several times. Without it all but `vllm`, which installs 5 GB.
+    /// Only this stage; may be given several times. Without it all but `vllm`, which installs 5 GB, and `nixl`, which builds
+    /// once more what moves KV.
     #[arg(long, value_enum)]
     stage: Vec<Stage>,
 }
@@ -34,6 +36,8 @@ enum Stage {
     Cluster,
     /// Two real vLLM on CPU cores of their own, behind agents and a router. Installs 5 GB; needs two cores.
     Vllm,
+    /// KV transfer with NIXL, built and run against the library of its Python package (95 MB, with libclang).
+    Nixl,
 }
 
 impl Stage {
@@ -43,6 +47,7 @@ impl Stage {
             Self::Integration => "integration",
             Self::Cluster => "cluster",
             Self::Vllm => "vllm",
+            Self::Nixl => "nixl",
         }
     }
 
@@ -57,6 +62,7 @@ impl Stage {
             }
             Self::Cluster => cluster::prepare(),
             Self::Vllm => vllm::obtain().and_then(|_| setup::nextest()).map(drop),
+            Self::Nixl => model::obtain().and_then(|_| Nixl::obtain()).and_then(|_| setup::nextest()).map(drop),
         }
     }
 
@@ -66,6 +72,7 @@ impl Stage {
             Self::Integration => integration(),
             Self::Cluster => in_cluster(),
             Self::Vllm => with_vllm(),
+            Self::Nixl => with_nixl(),
         }
     }
 }
@@ -78,9 +85,9 @@ const SUITES: &str = "integration-tests/processes,integration-tests/cluster,inte
 
 /// Runs the stages in order; the first failure ends the run.
 pub fn run(args: &Args) -> anyhow::Result<()> {
-    let all = [Stage::Unit, Stage::Integration, Stage::Cluster, Stage::Vllm];
+    let all = [Stage::Unit, Stage::Integration, Stage::Cluster, Stage::Vllm, Stage::Nixl];
     let wanted = |stage: &Stage| match args.stage.is_empty() {
-        true => *stage != Stage::Vllm,
+        true => ![Stage::Vllm, Stage::Nixl].contains(stage),
         false => args.stage.contains(stage),
     };
     let stages: Vec<_> = all.into_iter().filter(wanted).collect();
@@ -88,7 +95,10 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     for stage in &stages {
         timed(format!("set-up of {}", stage.name()), &mut times, || stage.prepare())?;
     }
-    timed("build".into(), &mut times, || binaries().map(drop))?;
+    // NIXL's stage builds its own.
+    if stages.iter().any(|stage| *stage != Stage::Nixl) {
+        timed("build".into(), &mut times, || binaries().map(drop))?;
+    }
     for (what, took) in &times {
         println!("{what:<24}{:>7.1} s", took.as_secs_f64());
     }
@@ -99,7 +109,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let shown: Vec<_> = times.iter().map(|(what, took)| format!("{what} {:.0} s", took.as_secs_f64())).collect();
     println!("\nall stages passed: {}", shown.join(", "));
     if args.stage.is_empty() {
-        println!("not run: vllm, which installs 5 GB (cargo xtask test --stage vllm)");
+        println!("not run: vllm, which installs 5 GB, and nixl (cargo xtask test --stage vllm --stage nixl)");
     }
     Ok(())
 }
@@ -189,7 +199,7 @@ impl Drop for Served {
 /// The cluster goes down whether or not the tests pass; its logs are shown by the tests that fail.
 fn in_cluster() -> anyhow::Result<()> {
     let (model, bin) = (model::obtain()?, binaries()?);
-    let tar = crate::process::target().join("armature-test-image.tar");
+    let tar = target().join("armature-test-image.tar");
     image::product(&bin.join("armature"), image::NAME, &tar)?;
     // Compiled before the cluster runs: its namespaces have no network to the outside, and the machine few cores.
     run_command(&mut nextest(&["--workspace", "--features", SUITES, "--no-run"])?)?;
@@ -220,6 +230,23 @@ fn with_vllm() -> anyhow::Result<()> {
     let mut suite = nextest(&["--workspace", "--features", SUITES, "--test", "vllm"])?;
     suite.env("ARMATURE_BIN", binary).env("ARMATURE_VLLM", installed.program);
     run_command(suite.env("ARMATURE_VLLM_MODEL", installed.model))
+}
+
+/// The binary goes to a folder of its own: nobody should find it in place of the usual one.
+fn with_nixl() -> anyhow::Result<()> {
+    let (nixl, features) = (Nixl::obtain()?, [SUITES, nixl::FEATURES].join(","));
+    let workspace = ["--workspace", "--features", &features];
+    let lints = ["--all-targets", "--", "--deny", "warnings"];
+    run_command(nixl.to(cargo().args(["clippy", "--release", "--quiet"]).args(workspace).args(lints)))?;
+    run_command(nixl.to(cargo().args(["build", "--release", "--quiet", "--bin", "armature"]).args(workspace)))?;
+    let folder = target().join("nixl");
+    std::fs::create_dir_all(&folder)?;
+    let binary = folder.join("armature");
+    std::fs::copy(target().join("release/armature"), &binary)?;
+    let tests = "package(worker-agent) & test(transfer::) | binary(up) & test(disaggregated)";
+    let mut suite = nextest(&[&workspace[..], &["--lib", "--test", "up", "--filterset", tests]].concat())?;
+    suite.env("ARMATURE_BIN", &binary).env("ARMATURE_MODEL", model::obtain()?);
+    run_command(nixl.to(&mut suite))
 }
 
 /// How the test runner is called; its profile is in .config/nextest.toml.

@@ -11,6 +11,9 @@ const TOKENS: u32 = 16;
 /// Prompts that are answered at a time.
 const AT_ONCE: usize = 4;
 
+/// Whether the binary has NIXL, and its library is there.
+const WITH_NIXL: bool = cfg!(feature = "nixl");
+
 /// A prompt of several blocks of its own.
 fn prompt(number: usize) -> Vec<Value> {
     let things = ["a river", "two old friends", "the price of bread", "a letter", "winter", "a small town", "music"];
@@ -53,7 +56,10 @@ async fn travelled(system: &System, transport: &str) -> (f64, f64) {
 #[tokio::test]
 async fn fifty_answers_are_the_same_whether_the_kv_travelled_or_not() {
     let whole = answers(&System::start(1).await).await;
-    for (flag, taken, other) in [("tcp", "tcp", "shm"), ("shm", "shm", "tcp"), ("auto", "shm", "tcp")] {
+    let nixl = WITH_NIXL.then_some(("nixl", "nixl", "tcp"));
+    for (flag, taken, other) in
+        [("tcp", "tcp", "shm"), ("shm", "shm", "tcp"), ("auto", "shm", "tcp")].into_iter().chain(nixl)
+    {
         let halves = System::start_with(3, &["--prefill-workers", "1", "--kv-transfer", flag], &[]).await;
         let split = answers(&halves).await;
         for (number, (split, whole)) in split.iter().zip(&whole).enumerate() {
@@ -72,7 +78,7 @@ async fn fifty_answers_are_the_same_whether_the_kv_travelled_or_not() {
 
 #[tokio::test]
 async fn no_request_fails_while_the_prefill_worker_is_killed() {
-    for transport in ["tcp", "shm"] {
+    for transport in ["tcp", "shm"].into_iter().chain(WITH_NIXL.then_some("nixl")) {
         no_request_fails_while_it_is_killed(transport).await;
     }
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use kv_hashing::{BlockHash, HashSpace, SequenceHash, sequence_hashes};
 use serde_json::{Value, json};
 use worker_agent::engine::Engine;
-use worker_agent::transfer::{KvTransport, Shm, Tcp};
+use worker_agent::transfer::{KvTransport, Nixl, Shm, Tcp, Transports};
 
 mod cores;
 mod limits;
@@ -60,22 +60,41 @@ fn median(values: &[f64]) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// Two workers, and what travels between them.
+/// Two workers, what travels between them, and how.
 struct Pair {
     from: Node,
     to: Node,
     prompt: Vec<u32>,
     blocks: Vec<(BlockHash, SequenceHash)>,
+    transports: Vec<Arc<dyn KvTransport>>,
 }
 
 impl Pair {
     /// Blocks move on any core, or each worker has one for that.
-    async fn start(arguments: &Arguments, threads: usize, cores: [Option<usize>; 2]) -> Result<Self, Failure> {
-        let node = |core| Node::start(&arguments.model, arguments.tokens, threads, core);
+    async fn start(
+        arguments: &Arguments,
+        threads: usize,
+        offered: Transports,
+        cores: [Option<usize>; 2],
+    ) -> Result<Self, Failure> {
+        let node = |core| Node::start(&arguments.model, arguments.tokens, threads, offered, core);
         let (from, to, prompt) = (node(cores[0]).await?, node(cores[1]).await?, prompt(arguments.tokens, 1));
         let local = HashSpace::default().blocks(&prompt, to.engine.info().block_size);
         let blocks = local.iter().copied().zip(sequence_hashes(&local)).collect();
-        Ok(Self { from, to, prompt, blocks })
+        let transports: Vec<Arc<dyn KvTransport>> = match offered {
+            Transports::Nixl => vec![Arc::new(Nixl::start(&to.exchange, TIMEOUT)?)],
+            _ => vec![Arc::new(Tcp::new(TIMEOUT)), Arc::new(Shm::new(TIMEOUT))],
+        };
+        Ok(Self { from, to, prompt, blocks, transports })
+    }
+
+    /// A pair for those transports that a worker chooses by itself, and one for NIXL if the build has it.
+    async fn all(arguments: &Arguments, threads: usize, cores: [Option<usize>; 2]) -> Result<Vec<Self>, Failure> {
+        let mut pairs = vec![Self::start(arguments, threads, Transports::Auto, cores).await?];
+        if cfg!(feature = "nixl") {
+            pairs.push(Self::start(arguments, threads, Transports::Nixl, cores).await?);
+        }
+        Ok(pairs)
     }
 
     fn block_bytes(&self) -> usize {
@@ -87,42 +106,45 @@ impl Pair {
     }
 }
 
-fn transports() -> [Arc<dyn KvTransport>; 2] {
-    [Arc::new(Tcp::new(TIMEOUT)), Arc::new(Shm::new(TIMEOUT))]
+/// Every transport, and between whom.
+fn ways(pairs: &[Pair]) -> impl Iterator<Item = (&Pair, &Arc<dyn KvTransport>)> {
+    pairs.iter().flat_map(|pair| pair.transports.iter().map(move |transport| (pair, transport)))
 }
 
 /// Bytes per second of each transport and of what limits it.
-async fn throughput(pair: &Pair, reps: usize) -> Result<Vec<Value>, Failure> {
-    let mut memory = limits::Memory::new(pair.bytes(), pair.block_bytes());
-    let mut times: [Vec<f64>; 4] = Default::default();
-    // Those of a worker live as long as it does.
-    let [tcp, shm] = transports();
-    for transport in [&tcp, &shm] {
+async fn throughput(pairs: &[Pair], reps: usize) -> Result<Vec<Value>, Failure> {
+    let (bytes, block_bytes) = (pairs[0].bytes(), pairs[0].block_bytes());
+    let mut memory = limits::Memory::new(bytes, block_bytes);
+    let (mut loopback, mut memcpy) = (Vec::new(), Vec::new());
+    let mut fetches = vec![Vec::new(); ways(pairs).count()];
+    for (pair, transport) in ways(pairs) {
         fetch(pair, transport).await?;
     }
     for _ in 0..reps {
         // By turns, so that whatever else the machine does meets all.
-        times[0].push(fetch(pair, &tcp).await?);
-        times[1].push(memory.loopback()?);
-        times[2].push(fetch(pair, &shm).await?);
-        times[3].push(memory.copy());
+        for (times, (pair, transport)) in fetches.iter_mut().zip(ways(pairs)) {
+            times.push(fetch(pair, transport).await?);
+        }
+        loopback.push(memory.loopback()?);
+        memcpy.push(memory.copy());
     }
-    let gb = pair.bytes() as f64 / 1e9;
-    let [tcp, loopback, shm, memcpy] = times.map(|times| gb / median(&times));
-    let line = |transport: &str, gb_s: f64, limit: &str, limit_gb_s: f64| {
+    let gb = bytes as f64 / 1e9;
+    let line = |(transport, times): (&str, &Vec<f64>)| {
+        let (limit, limits) = if transport == "tcp" { ("loopback TCP", &loopback) } else { ("memcpy", &memcpy) };
+        let (gb_s, limit_gb_s) = (gb / median(times), gb / median(limits));
         json!({
             "transport": transport, "mb": 1e3 * gb, "gb_s": gb_s, "limit": limit, "limit_gb_s": limit_gb_s,
             "of_limit_pct": 100.0 * gb_s / limit_gb_s,
         })
     };
-    Ok(vec![line("tcp", tcp, "loopback TCP", loopback), line("shm", shm, "memcpy", memcpy)])
+    Ok(ways(pairs).map(|(_, transport)| transport.backend()).zip(&fetches).map(line).collect())
 }
 
 /// How running streams fare beside transfers, with so many threads for each engine.
-async fn beside_streams(pair: &Pair, threads: usize, rounds: usize) -> Result<Vec<Value>, Failure> {
+async fn beside_streams(pairs: &[Pair], threads: usize, rounds: usize) -> Result<Vec<Value>, Failure> {
     let mut lines = Vec::new();
-    for transport in transports() {
-        let beside = streams::beside(pair, &transport, rounds).await?;
+    for (pair, transport) in ways(pairs) {
+        let beside = streams::beside(pair, transport, rounds).await?;
         let gb = pair.bytes() as f64 / 1e9;
         lines.push(json!({
             "transport": transport.backend(),
@@ -168,13 +190,13 @@ fn table(lines: &[Value]) {
 async fn main() -> Result<(), Failure> {
     let arguments = arguments()?;
     let cores = std::thread::available_parallelism()?.get();
-    let pair = Pair::start(&arguments, cores, [Some(0), Some(1)]).await?;
-    let mut lines = throughput(&pair, arguments.reps).await?;
-    drop(pair);
+    let pairs = Pair::all(&arguments, cores, [Some(0), Some(1)]).await?;
+    let mut lines = throughput(&pairs, arguments.reps).await?;
+    drop(pairs);
     for threads in if cores > 1 { vec![1, cores] } else { vec![1] } {
         if arguments.rounds > 0 {
-            let pair = Pair::start(&arguments, threads, [None; 2]).await?;
-            lines.extend(beside_streams(&pair, threads, arguments.rounds).await?);
+            let pairs = Pair::all(&arguments, threads, [None; 2]).await?;
+            lines.extend(beside_streams(&pairs, threads, arguments.rounds).await?);
         }
     }
     lines.iter().for_each(|line| println!("{line}"));

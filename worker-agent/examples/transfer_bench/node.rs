@@ -30,6 +30,7 @@ impl Node {
         model: &str,
         tokens: usize,
         threads: usize,
+        transports: Transports,
         core: Option<usize>,
     ) -> Result<Self, Failure> {
         // Leases and reservations may take half of the arena.
@@ -42,7 +43,7 @@ impl Node {
         let options = Options {
             boot_epoch: address.clone(),
             address,
-            transports: Transports::Auto,
+            transports,
             revision: String::new(),
             lease: TIMEOUT,
             timeout: TIMEOUT,

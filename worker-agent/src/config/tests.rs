@@ -137,3 +137,10 @@ fn vllm_is_asked_where_it_is_and_listens_to_only_as_far_as_needed() {
     let refused = Cli::try_parse_from(["worker", "--name", "v", "--vllm-kv-events", "ipc://x"]);
     assert!(refused.err().expect("no address").to_string().contains("tcp://HOST:PORT"));
 }
+
+#[cfg(not(feature = "nixl"))]
+#[test]
+fn a_build_without_nixl_says_so() {
+    let error = with(&["--kv-transfer", "nixl"]).expect_err("there is none");
+    assert_eq!(error, "--kv-transfer \"nixl\": needs a build with NIXL (cargo feature `nixl`)");
+}

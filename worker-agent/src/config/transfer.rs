@@ -19,7 +19,8 @@ pub struct TransferConfig {
     /// How long a prefill worker keeps a prompt's KV for the worker that goes on, from the last progress, in seconds
     #[arg(long, default_value_t = 30)]
     pub kv_lease_secs: u64,
-    /// How KV blocks travel between workers: `auto` takes shared memory within a host, and TCP otherwise
+    /// How KV blocks travel between workers: `auto` takes shared memory within a host, and TCP otherwise; `nixl` needs a build
+    /// with NIXL
     #[arg(long, value_enum, default_value_t = Transports::Auto)]
     pub kv_transfer: Transports,
     /// Time for fetching a prompt's KV, in milliseconds, and 100 more for each MiB; after that it is computed
@@ -59,6 +60,9 @@ impl Config {
             let (value, rule) = (kv_transfer_timeout_ms.to_string(), "must be from 1 to 3600000");
             return Err(ConfigError::Invalid { flag: "--kv-transfer-timeout-ms", value, rule });
         }
+        let value = self.transfer.kv_transfer.as_str().to_owned();
+        let invalid = |rule| ConfigError::Invalid { flag: "--kv-transfer", value, rule };
+        self.transfer.kv_transfer.check().map_err(invalid)?;
         Ok(TransferSettings {
             lease: Duration::from_secs(kv_lease_secs),
             timeout: Duration::from_millis(kv_transfer_timeout_ms),

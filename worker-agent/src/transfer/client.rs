@@ -22,7 +22,7 @@ const RELEASE: Duration = Duration::from_secs(1);
 
 /// Bytes that come at full speed beside running sequences, and the pause after them. That is some hundreds of megabytes per
 /// second: more would cost a step that waits for memory more than its share.
-const BURST: usize = 1 << 20;
+pub(super) const BURST: usize = 1 << 20;
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// Keeps the memory free for running sequences.
@@ -119,10 +119,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Client<S> {
     }
 
     /// Asks for all blocks that are missing; they are answered in this order.
-    pub(super) async fn ask(&mut self, lease: u64, missing: &Reservation) -> Result<Vec<u64>, TransferError> {
+    pub(super) async fn ask(
+        &mut self,
+        how: impl Fn(Pull) -> Ask,
+        lease: u64,
+        missing: &Reservation,
+    ) -> Result<Vec<u64>, TransferError> {
         let blocks: Vec<u64> = missing.missing().map(|hash| hash.0).collect();
         let within_ms = self.deadline.left().as_millis() as u32;
-        self.send(Stage::Blocks, Ask::Pull(Pull { lease, blocks: blocks.clone(), within_ms })).await?;
+        self.send(Stage::Blocks, how(Pull { lease, blocks: blocks.clone(), within_ms })).await?;
         Ok(blocks)
     }
 
@@ -139,7 +144,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Client<S> {
         sent.inspect_err(|error| tracing::debug!(%error, "the lease was not ended")).is_ok()
     }
 
-    async fn send(&mut self, stage: Stage, ask: Ask) -> Result<(), TransferError> {
+    pub(super) async fn send(&mut self, stage: Stage, ask: Ask) -> Result<(), TransferError> {
         let mut frame = BytesMut::new();
         encode_frame(&ToServer { ask: Some(ask) }, &mut frame);
         self.deadline.within(stage, self.socket.write_all(&frame)).await

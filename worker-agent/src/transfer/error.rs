@@ -117,7 +117,7 @@ impl TransferError {
     pub(super) fn is_no_way(&self) -> bool {
         match self {
             Self::Io { stage, .. } | Self::Timeout { stage, .. } => *stage == Stage::Connect,
-            Self::Refused { refusal, .. } => *refusal == Refusal::Stranger,
+            Self::Refused { refusal, .. } => matches!(refusal, Refusal::Stranger | Refusal::NoAgent),
             _ => false,
         }
     }

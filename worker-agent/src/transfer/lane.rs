@@ -12,6 +12,8 @@ use tokio_util::task::AbortOnDropHandle;
 
 mod priority;
 
+pub(super) use priority::lower;
+
 /// The thread. It ends, with all that runs on it, when this is dropped.
 pub struct Lane {
     handle: Handle,
@@ -25,7 +27,7 @@ impl Lane {
         let handle = runtime.handle().clone();
         let (running, dropped) = oneshot::channel();
         std::thread::Builder::new().name("kv-transfer".into()).spawn(move || {
-            if let Err(error) = priority::lower() {
+            if let Err(error) = lower() {
                 tracing::warn!(%error, "KV transfers run at the priority of the engine");
             }
             // Nothing is ever sent.

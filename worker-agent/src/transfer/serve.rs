@@ -1,5 +1,5 @@
-//! Hands out leased blocks: their bytes over TCP, straight from the arena, or within the host the places where they are. The
-//! engine's thread has no part in it.
+//! Hands out leased blocks: their bytes over TCP, straight from the arena, or the places where they are, to whom can read the
+//! memory itself: within the host, or with NIXL. The engine's thread has no part in it.
 //!
 //! A client that is slow, silent or gone costs a task until its deadline, and a lease until that expires.
 
@@ -22,7 +22,7 @@ use super::wire::{
     Answer, Ask, BlockHead, BlockPlace, Hello, LONGEST_PULL, Pull, Refusal, Refused, ToClient, ToServer, VERSION,
     Welcome, WireError, read,
 };
-use super::{PIECE, shm, tcp};
+use super::{PIECE, nixl, shm, tcp};
 use crate::drain::Drain;
 use crate::engine::builtin::exchange::{Exchange, KvLayout, Lease};
 
@@ -36,7 +36,7 @@ const IDLE: Duration = Duration::from_secs(10);
 const STALL: Duration = Duration::from_secs(5);
 /// Bytes of blocks whose places are told at once.
 const BATCH: usize = 1 << 20;
-/// How much longer than a client says that it copies its source is held, within the host: until its last word is here.
+/// How much longer than a client says that it copies its source is held: until its last word is here.
 const GRACE: Duration = Duration::from_secs(1);
 /// How often leases are looked at.
 const EXPIRY: Duration = Duration::from_millis(250);
@@ -64,6 +64,8 @@ pub(super) struct Desk {
     pub(super) boot_epoch: String,
     /// Blocks move only between workers with the same one.
     pub(super) revision: String,
+    /// Who lets other workers read the memory that the blocks are in.
+    pub(super) agent: Option<Arc<nixl::Agent>>,
     /// Counts.
     pub(super) metrics: TransferMetrics,
 }
@@ -178,13 +180,31 @@ impl Desk {
         let mut socket = TcpStream::from_std(socket.into_std()?)?;
         socket.set_nodelay(true)?;
         self.greet(&mut socket, busy).await?;
-        while let Some(ask) = next(&mut socket, IDLE, drain).await? {
+        let (mut held, mut limit) = (None, IDLE);
+        while let Some(ask) = next(&mut socket, limit, drain).await? {
             match ask {
                 Ask::Pull(pull) => self.send_blocks(&mut socket, pull).await?,
-                ask => self.release(ask)?,
+                Ask::Agent(()) => self.introduce(&mut socket).await?,
+                Ask::Locate(pull) => {
+                    limit = copies(&pull);
+                    held = Some(self.tell_places(&mut socket, pull, limit, nixl::BACKEND).await?);
+                }
+                ask => {
+                    self.release(ask)?;
+                    (held, limit) = (None, IDLE);
+                }
             }
         }
+        drop(held);
         Ok(())
+    }
+
+    /// Says who the memory's agent is.
+    async fn introduce(&self, socket: &mut TcpStream) -> Result<(), Ended> {
+        match &self.agent {
+            Some(agent) => send(socket, Answer::Agent(agent.head())).await,
+            None => refuse(socket, Refusal::NoAgent, "this worker does not use NIXL".into()).await,
+        }
     }
 
     /// Gives the client our memory's descriptor, and holds the blocks that it asks for while it copies them.
@@ -199,8 +219,8 @@ impl Desk {
         while let Some(ask) = next(&mut socket, limit, drain).await? {
             match ask {
                 Ask::Pull(pull) => {
-                    limit = Duration::from_millis(pull.within_ms.into()).min(LONGEST_PULL) + GRACE;
-                    held = Some(self.tell_places(&mut socket, pull, limit).await?);
+                    limit = copies(&pull);
+                    held = Some(self.tell_places(&mut socket, pull, limit, shm::BACKEND).await?);
                 }
                 ask => {
                     self.release(ask)?;
@@ -232,7 +252,7 @@ impl Desk {
                 self.exchange.end_lease(lease);
                 Ok(())
             }
-            _ => Err(WireError::Malformed("neither Pull nor Release".into()).into()),
+            _ => Err(WireError::Malformed("a question that is none here".into()).into()),
         }
     }
 
@@ -286,9 +306,15 @@ impl Desk {
     }
 
     /// Says where the blocks are; they stay there while the lease that is returned lives.
-    async fn tell_places(&self, socket: &mut UnixStream, pull: Pull, limit: Duration) -> Result<Arc<Lease>, Ended> {
+    async fn tell_places(
+        &self,
+        socket: &mut (impl AsyncRead + AsyncWrite + Unpin),
+        pull: Pull,
+        limit: Duration,
+        backend: &'static str,
+    ) -> Result<Arc<Lease>, Ended> {
         let (lease, indexes) = self.find(socket, &pull).await?;
-        let sent = self.metrics.sent_bytes(shm::BACKEND);
+        let sent = self.metrics.sent_bytes(backend);
         // The client copies what it has been told while the next checksums are computed. Not each place for itself: many small
         // writes would fill the socket, since the client takes one between two copies.
         let (mut places, mut told) = (BytesMut::new(), 0);
@@ -308,6 +334,11 @@ impl Desk {
         write_within(socket, places, limit).await?;
         Ok(lease)
     }
+}
+
+/// How long a client that reads the memory itself may do so.
+fn copies(pull: &Pull) -> Duration {
+    Duration::from_millis(pull.within_ms.into()).min(LONGEST_PULL) + GRACE
 }
 
 /// The next question; `None` at the end, which is the client's or the server's.

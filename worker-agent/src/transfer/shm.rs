@@ -14,7 +14,7 @@ use tokio::net::UnixStream;
 use twox_hash::XxHash3_64;
 
 use super::client::{Client, Deadline, Pace};
-use super::wire::{Answer, BlockPlace};
+use super::wire::{Answer, Ask, BlockPlace};
 use super::{KvTransport, PIECE, Source, Stage, TransferError};
 use crate::engine::builtin::exchange::Reservation;
 
@@ -63,7 +63,7 @@ impl KvTransport for Shm {
             };
             peer.client.deadline = Deadline::blocks(self.timeout, into);
             let mut pace = Pace::default();
-            for hash in peer.client.ask(source.lease, into).await? {
+            for hash in peer.client.ask(Ask::Pull, source.lease, into).await? {
                 let place = match peer.client.answer(Stage::Blocks).await? {
                     Answer::Place(place) => place,
                     other => return Err(TransferError::Protocol(format!("{other:?} in place of a block"))),

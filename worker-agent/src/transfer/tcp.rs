@@ -9,7 +9,7 @@ use tokio::net::TcpStream;
 use twox_hash::XxHash3_64;
 
 use super::client::{Client, Deadline, Pace};
-use super::wire::Answer;
+use super::wire::{Answer, Ask};
 use super::{KvTransport, PIECE, Source, Stage, TransferError};
 use crate::engine::builtin::exchange::Reservation;
 
@@ -44,7 +44,7 @@ impl KvTransport for Tcp {
             let mut client = connect(source, address, Deadline::greeting(self.timeout)).await?;
             client.deadline = Deadline::blocks(self.timeout, into);
             let mut pace = Pace::default();
-            for hash in client.ask(source.lease, into).await? {
+            for hash in client.ask(Ask::Pull, source.lease, into).await? {
                 receive(&mut client, hash, into).await?;
                 pace.moved(into).await;
             }
@@ -58,7 +58,12 @@ impl KvTransport for Tcp {
     }
 }
 
-async fn connect(source: &Source, address: &str, deadline: Deadline) -> Result<Client<TcpStream>, TransferError> {
+/// Connects to the worker that has the blocks.
+pub(super) async fn connect(
+    source: &Source,
+    address: &str,
+    deadline: Deadline,
+) -> Result<Client<TcpStream>, TransferError> {
     let socket = deadline.within(Stage::Connect, TcpStream::connect(address)).await?;
     deadline.within(Stage::Connect, async { socket.set_nodelay(true) }).await?;
     Client::greet(socket, source, deadline).await

@@ -12,6 +12,8 @@ use super::wire::{Answer, Ask, Hello, Refusal, ToClient, ToServer, VERSION, read
 use super::*;
 use crate::engine::builtin::llama::tests::tokens;
 
+#[cfg(feature = "nixl")]
+mod nixl;
 mod node;
 mod pressure;
 mod shared;
@@ -33,9 +35,9 @@ async fn alone(prompt: &[u32]) -> Vec<u32> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn greedy_answers_are_equal_with_and_without_transfer() {
-    for (transports, backend) in
-        [(Transports::Tcp, tcp::BACKEND), (Transports::Shm, shm::BACKEND), (Transports::Auto, shm::BACKEND)]
-    {
+    let ways = [(Transports::Tcp, tcp::BACKEND), (Transports::Shm, shm::BACKEND), (Transports::Auto, shm::BACKEND)];
+    let nixl = cfg!(feature = "nixl").then_some((Transports::Nixl, super::nixl::BACKEND));
+    for (transports, backend) in ways.into_iter().chain(nixl) {
         equal_answers(transports, backend).await;
     }
 }

@@ -2,12 +2,14 @@
 //!
 //! A message is one frame: u32 big endian length, then a [`ToServer`] or a [`ToClient`]. The client greets, asks for blocks of
 //! a lease, and ends the lease. Over TCP the bytes of a block follow its [`BlockHead`] raw, layer after layer as the arena has
-//! them; over a Unix socket a [`BlockPlace`] says where they are, and the arena's descriptor follows the Welcome. A worker that speaks a newer version refuses an older one; both are pods of one deployment.
+//! them; over a Unix socket a [`BlockPlace`] says where they are, and the arena's descriptor follows the Welcome. For NIXL, which
+//! reads memory and asks nobody, the places are asked for over TCP. A worker that speaks a newer version refuses an older one;
+//! both are pods of one deployment.
 
 use std::io;
 use std::time::Duration;
 
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 use prost::{Enumeration, Message, Oneof};
 use tokio::io::{AsyncRead, AsyncReadExt};
 
@@ -21,7 +23,7 @@ const MAX_MESSAGE: usize = 1 << 20;
 /// From the worker that fetches.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct ToServer {
-    #[prost(oneof = "Ask", tags = "1, 2, 3")]
+    #[prost(oneof = "Ask", tags = "1, 2, 3, 4, 5")]
     pub(super) ask: Option<Ask>,
 }
 
@@ -34,6 +36,12 @@ pub(super) enum Ask {
     /// Ends a lease.
     #[prost(fixed64, tag = "3")]
     Release(u64),
+    /// As [`Self::Pull`], but only the places are told, and the blocks held until the lease is ended.
+    #[prost(message, tag = "4")]
+    Locate(Pull),
+    /// Asks who reads and serves the worker's memory.
+    #[prost(message, tag = "5")]
+    Agent(()),
 }
 
 /// The first message: who is meant, and what the blocks must be.
@@ -65,7 +73,7 @@ pub(super) struct Pull {
 /// From the worker that has the blocks.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct ToClient {
-    #[prost(oneof = "Answer", tags = "1, 2, 3, 4")]
+    #[prost(oneof = "Answer", tags = "1, 2, 3, 4, 5")]
     pub(super) answer: Option<Answer>,
 }
 
@@ -79,6 +87,8 @@ pub(super) enum Answer {
     Refused(Refused),
     #[prost(message, tag = "4")]
     Place(BlockPlace),
+    #[prost(message, tag = "5")]
+    Agent(AgentHead),
 }
 
 /// Answers [`Hello`].
@@ -115,6 +125,17 @@ pub(super) struct BlockPlace {
     pub(super) offset: u64,
 }
 
+/// The worker's NIXL agent.
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct AgentHead {
+    /// What another agent must load before it reads, in NIXL's own form.
+    #[prost(bytes = "bytes", tag = "1")]
+    pub(super) metadata: Bytes,
+    /// Where the arena begins in that agent's eyes.
+    #[prost(fixed64, tag = "2")]
+    pub(super) base: u64,
+}
+
 /// Answers what cannot be done.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct Refused {
@@ -144,6 +165,8 @@ pub enum Refusal {
     Busy = 6,
     /// It shares its memory with others only.
     Stranger = 7,
+    /// It has no NIXL agent.
+    NoAgent = 8,
 }
 
 /// Why a message could not be read.

@@ -144,6 +144,16 @@ impl KvArena {
         unsafe { std::slice::from_raw_parts_mut(self.start(id), self.shape.block_bytes()) }
     }
 
+    /// Where the arena begins in the memory of this process, and its length in bytes.
+    pub fn range(&self) -> (*mut u8, usize) {
+        (self.map.as_mut_ptr(), self.map.len())
+    }
+
+    /// Where a block begins in the memory of this process.
+    pub fn place(&self, id: BlockId) -> *mut u8 {
+        self.start(id)
+    }
+
     fn start(&self, id: BlockId) -> *mut u8 {
         let index = id.0 as usize;
         assert!(index < self.blocks, "block {index} of an arena of {}", self.blocks);

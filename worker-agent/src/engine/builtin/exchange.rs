@@ -31,7 +31,7 @@ use lease::Leases;
 pub use lease::{Describe, Lease, LeaseGone, Terms};
 use queue::Ask;
 use reservation::Share;
-pub use reservation::{Import, Reservation};
+pub use reservation::{Import, Reservation, Room};
 
 /// Number of the meaning of a block's bytes beyond its shape: order, element type, rotation of keys. Whoever changes one of them
 /// counts it up.
@@ -151,6 +151,11 @@ impl Exchange {
     /// The memory that all blocks are in, at the offsets that [`Lease::offset`] says; `None` where it cannot be shared.
     pub fn memory(&self) -> Option<BorrowedFd<'_>> {
         self.arena.memory()
+    }
+
+    /// What the blocks are in.
+    pub(crate) fn arena(&self) -> &Arc<KvArena> {
+        &self.arena
     }
 
     /// Blocks that are reserved for fetches now, and not cached yet.

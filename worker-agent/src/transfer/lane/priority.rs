@@ -23,7 +23,7 @@ struct Attributes {
 }
 
 /// Lowers the calling thread.
-pub(super) fn lower() -> io::Result<()> {
+pub(in crate::transfer) fn lower() -> io::Result<()> {
     let attributes = Attributes {
         size: size_of::<Attributes>() as u32,
         policy: libc::SCHED_OTHER as u32,

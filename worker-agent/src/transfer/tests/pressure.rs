@@ -10,13 +10,13 @@ use crate::transfer::serve::MAX_CONNECTIONS;
 type Blocks = Vec<(BlockHash, SequenceHash)>;
 
 /// The full blocks of some tokens.
-fn blocks(tokens: &[u32]) -> Blocks {
+pub(super) fn blocks(tokens: &[u32]) -> Blocks {
     let local = kv_hashing::HashSpace::default().blocks(tokens, kv_hashing::BlockSize::new(16).expect("not zero"));
     let sequence = kv_hashing::sequence_hashes(&local);
     local.into_iter().zip(sequence).collect()
 }
 
-fn exchange(node: &Node) -> Arc<Exchange> {
+pub(super) fn exchange(node: &Node) -> Arc<Exchange> {
     node.engine.exchange().expect("a model has blocks")
 }
 
@@ -222,4 +222,35 @@ async fn a_dead_engine_fails_those_that_fetch_at_once() {
         assert!(matches!(output, Some(EngineOutput::Failed(_))), "{output:?}");
     }
     until("the lease is ended", || prefill.leased() == (0, 0)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn room_that_was_taken_outlives_its_reservation() {
+    let (prefill, decoder) = nodes().await;
+    let prompt = tokens(100, 75);
+    let source = prefill.prefill(&prompt).await.1.expect("a lease");
+    let lease = exchange(&prefill).lease(source.lease).expect("held");
+    let exchange = exchange(&decoder);
+    let (place, mut outputs) = exchange.place(generate(&prompt, ANSWER)).expect("room in the queue");
+    let place = place.expect("something to compute");
+    let mut reservation = exchange.reserve(place.reusable().to_vec(), Duration::from_secs(5)).await.expect("room");
+
+    let room = reservation.take_room(4).expect("six are missing");
+    assert_eq!((room.blocks(), reservation.missing().len(), exchange.reserved()), (4, 6, 6));
+    assert!(reservation.take_room(1).is_none() && reservation.next_bytes().is_none(), "it comes back first");
+    for index in 0..2 {
+        let bytes = lease.bytes(index);
+        // SAFETY: the room is ours, and each of its places has room for a block.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), room.place(index), bytes.len()) };
+    }
+    reservation.put_back(room, 2);
+    assert_eq!((reservation.received(), reservation.missing().len()), (2, 4));
+
+    let room = reservation.take_room(3).expect("four are missing");
+    place.enter(Some(reservation.finish()));
+    assert_eq!(whole(&mut outputs).await, (alone(&prompt).await, 32), "what had come is used, and nothing after it");
+    assert_eq!((exchange.reserved(), decoder.engine.load().active_blocks), (3, 3), "the room is nobody else's");
+    drop(room);
+    decoder.idle().await;
+    assert_eq!(exchange.reserved(), 0);
 }

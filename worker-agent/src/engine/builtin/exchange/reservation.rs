@@ -22,6 +22,18 @@ pub struct Reservation {
     here: usize,
     /// Leading blocks with their content; ≥ `here`.
     complete: usize,
+    /// Blocks after those whose room was taken, and is not back.
+    taken: usize,
+}
+
+/// The room for some blocks of a [`Reservation`], in the hands of something that writes to it: a read that the network or a
+/// device makes goes on when whoever began it has lost interest. It outlives the reservation, and is given back when it is
+/// dropped.
+pub struct Room {
+    shared: Arc<Shared>,
+    arena: Arc<KvArena>,
+    table: Vec<BlockId>,
+    share: Share,
 }
 
 /// What a reservation has become: blocks for the scheduler to cache.
@@ -46,11 +58,58 @@ impl Share {
         reserved.fetch_add(blocks, Relaxed);
         Self { reserved, blocks }
     }
+
+    /// Some of the blocks, counted apart.
+    fn split(&mut self, blocks: usize) -> Self {
+        let blocks = blocks.min(self.blocks);
+        self.blocks -= blocks;
+        Self { reserved: self.reserved.clone(), blocks }
+    }
+
+    fn join(&mut self, mut other: Self) {
+        self.blocks += std::mem::take(&mut other.blocks);
+    }
 }
 
 impl Drop for Share {
     fn drop(&mut self) {
         self.reserved.fetch_sub(self.blocks, Relaxed);
+    }
+}
+
+impl Room {
+    /// Number of blocks.
+    pub fn blocks(&self) -> usize {
+        self.table.len()
+    }
+
+    /// Where the block at `index` goes.
+    ///
+    /// # Panics
+    /// When there are not so many blocks.
+    pub fn place(&self, index: usize) -> *mut u8 {
+        self.arena.place(self.table[index])
+    }
+
+    /// Bytes of the block at `index`.
+    ///
+    /// # Safety
+    /// Nothing writes to the room while the slice lives.
+    ///
+    /// # Panics
+    /// When there are not so many blocks.
+    pub unsafe fn bytes(&self, index: usize) -> &[u8] {
+        // SAFETY: the pool has given the block to the reservation that this comes from, and that to us; the rest is the
+        // caller's promise.
+        unsafe { self.arena.block(self.table[index]) }
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        if !self.table.is_empty() {
+            self.shared.send(Errand::Release(std::mem::take(&mut self.table)));
+        }
     }
 }
 
@@ -71,7 +130,7 @@ impl Reservation {
         here: usize,
     ) -> Self {
         debug_assert!(blocks.len() == table.len() && here <= table.len());
-        Self { shared, arena, share, blocks, table, here, complete: here }
+        Self { shared, arena, share, blocks, table, here, complete: here, taken: 0 }
     }
 
     /// Leading blocks that need not come: they were here.
@@ -99,8 +158,34 @@ impl Reservation {
         self.arena.shape().block_bytes()
     }
 
+    /// Takes away the room for the next missing blocks, `most` at most. Until it is back, the reservation goes no further; if it
+    /// never comes back, the blocks after it do not come either. `None` where nothing is missing, or some room is away.
+    pub fn take_room(&mut self, most: usize) -> Option<Room> {
+        let taken = most.min(self.table.len() - self.complete);
+        if taken == 0 || self.taken > 0 {
+            return None;
+        }
+        self.taken = taken;
+        let table = self.table.drain(self.complete..self.complete + taken).collect();
+        Some(Room { shared: self.shared.clone(), arena: self.arena.clone(), table, share: self.share.split(taken) })
+    }
+
+    /// Takes back what [`Self::take_room`] has given away. Its first `filled` blocks have come, whole and verified.
+    ///
+    /// # Panics
+    /// When it is not from here, or has fewer blocks.
+    pub fn put_back(&mut self, mut room: Room, filled: usize) {
+        assert!(room.table.len() == std::mem::take(&mut self.taken) && filled <= room.table.len(), "another's room");
+        self.table.splice(self.complete..self.complete, std::mem::take(&mut room.table));
+        self.share.join(std::mem::take(&mut room.share));
+        self.complete += filled;
+    }
+
     /// Where the bytes of the next missing block go.
     pub fn next_bytes(&mut self) -> Option<&mut [u8]> {
+        if self.taken > 0 {
+            return None;
+        }
         let id = *self.table.get(self.complete)?;
         // SAFETY: the pool has given this block to the reservation alone: it is neither free nor cached, and no sequence
         // lists it. The slice borrows the reservation, which gives the block away only when it ends.
@@ -112,11 +197,12 @@ impl Reservation {
     /// # Panics
     /// When no block is missing.
     pub fn complete_next(&mut self) {
-        assert!(self.complete < self.table.len(), "no block is missing");
+        assert!(self.taken == 0 && self.complete < self.table.len(), "no block is missing");
         self.complete += 1;
     }
 
-    /// Hands over what has come, for [`super::Place::enter`]. Room for blocks that have not come is given back with it.
+    /// Hands over what has come, for [`super::Place::enter`]. Room for blocks that have not come is given back with it, unless
+    /// it was taken.
     pub fn finish(mut self) -> Import {
         let (blocks, table) = (std::mem::take(&mut self.blocks), std::mem::take(&mut self.table));
         let share = std::mem::take(&mut self.share);
