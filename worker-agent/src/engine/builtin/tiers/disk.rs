@@ -81,7 +81,7 @@ pub struct Disk {
 
 impl Disk {
     /// Opens the files of `dir`, makes what is missing, and finds the blocks that are there; of another format or beyond
-    /// `capacity` blocks they are deleted. Directories beside it that have no owner any more are of use, or go: see [`orphans`].
+    /// `capacity` blocks they are deleted. One beside it that has no owner any more may become it; old ones are deleted.
     pub fn open(dir: &Path, format: DiskFormat, capacity: usize) -> Result<(Self, Vec<Found>), DiskError> {
         let at = |path: &Path| {
             let path = path.to_path_buf();
