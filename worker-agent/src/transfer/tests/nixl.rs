@@ -2,6 +2,7 @@
 
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
+use tokio_util::task::AbortOnDropHandle;
 
 use super::pressure::{blocks, exchange};
 use super::*;
@@ -172,26 +173,59 @@ async fn memory_that_cannot_be_trusted_is_only_latency() {
     }
 }
 
+/// Fetches without an engine around it.
+struct Fetches {
+    own: Arc<Exchange>,
+    nixl: Nixl,
+    lane: Lane,
+}
+
+impl Fetches {
+    fn to(decoder: &Node) -> Self {
+        let own = exchange(decoder);
+        let nixl = Nixl::start(&own, Duration::from_secs(20)).expect("an agent");
+        Self { own, nixl, lane: Lane::start().expect("a thread") }
+    }
+
+    /// The outcome, and how many blocks came.
+    async fn begin(&self, prompt: &[u32], source: Source) -> AbortOnDropHandle<(Result<(), TransferError>, usize)> {
+        let mut into = self.own.reserve(blocks(prompt), Duration::from_secs(20)).await.expect("room");
+        let nixl = self.nixl.clone();
+        self.lane.run(async move {
+            let address = source.address(nixl::BACKEND).expect("offered");
+            let outcome = nixl.pull(&source, address, &mut into).await;
+            (outcome, into.received())
+        })
+    }
+
+    /// Those that know a worker are one, who fetches from it another, and a read the third.
+    async fn until_holders(&self, source: &Source, count: usize) {
+        until("so many holders", || self.nixl.remotes.holders(&source.boot_epoch) == count).await;
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_that_is_killed_is_latency_and_can_come_back() {
+async fn a_worker_that_is_killed_while_it_is_read_from_can_come_back() {
     let (prefill, decoder) = pair().await;
     let prompt = tokens(100, 140);
-    let (first, source) = prefill.prefill(&prompt).await;
-    let source = source.expect("a lease");
+    let source = prefill.prefill(&prompt).await.1.expect("a lease");
     let impostor = Impostor::of(&prefill, &source, Impostor::idle_agent(&prefill), Harm::None).await;
-    let mut outputs = decoder.submit(decode(&prompt, first, ANSWER, &impostor.over(&source)));
-    until("the blocks are told", || exchange(&decoder).reserved() == 6).await;
+    let fetches = Fetches::to(&decoder);
+    let pull = fetches.begin(&prompt, impostor.over(&source)).await;
+    fetches.until_holders(&source, 3).await;
     impostor.kill().await;
-    let (rest, _) = whole(&mut outputs).await;
-    assert_eq!([&[first], &rest[..]].concat(), alone(&prompt).await);
-    let failures = |reason| decoder.metrics.failures(reason);
-    assert_eq!(failures(Failure::lost) + failures(Failure::connect), 1);
-    decoder.idle().await;
+    let (outcome, received) = within("its end", pull).await.expect("no panic");
+    assert_eq!((outcome.expect_err("it is gone").reason(), received), (Failure::lost, 0));
+    assert_eq!(fetches.own.reserved(), 6, "some part of the read may not have heard of it");
+    let again = fetches.begin(&prompt, source.clone()).await;
+    let (outcome, _) = within("a refusal", again).await.expect("no panic");
+    assert_eq!(outcome.expect_err("not as long as that lasts").reason(), Failure::connect);
+    until("the room is given back", || fetches.own.reserved() == 0).await;
 
-    let prompt = tokens(100, 141);
-    let (first, source) = prefill.prefill(&prompt).await;
-    let (_, reused) = decoder.answer(decode(&prompt, first, ANSWER, &source.expect("a lease"))).await;
-    assert_eq!(reused, 96, "by another connection");
+    let again = fetches.begin(&prompt, source.clone()).await;
+    let (outcome, received) = within("all blocks", again).await.expect("no panic");
+    assert_eq!((outcome.is_ok(), received), (true, 6), "by another connection");
+    decoder.idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -215,20 +249,15 @@ async fn a_read_for_nobody_keeps_its_room_until_it_has_ended() {
     let prompt = tokens(100, 160);
     let source = prefill.prefill(&prompt).await.1.expect("a lease");
     let impostor = Impostor::of(&prefill, &source, Impostor::idle_agent(&prefill), Harm::None).await;
-    let (source, address) = (impostor.over(&source), impostor.address.clone());
-    let own = exchange(&decoder);
-    let nixl = Nixl::start(&own, Duration::from_secs(20)).expect("an agent");
-    let mut reservation = own.reserve(blocks(&prompt), Duration::from_secs(20)).await.expect("room");
-    let (lane, remotes, epoch) = (Lane::start().expect("a thread"), nixl.remotes.clone(), source.boot_epoch.clone());
-    let pull = lane.run(async move { nixl.pull(&source, &address, &mut reservation).await });
-    // Those that know it are one, who fetches another, and the read the third.
-    until("the read is under way", || remotes.holders(&epoch) == 3).await;
+    let fetches = Fetches::to(&decoder);
+    let pull = fetches.begin(&prompt, impostor.over(&source)).await;
+    fetches.until_holders(&source, 3).await;
     drop(pull);
-    until("the fetch is gone", || remotes.holders(&epoch) == 2).await;
-    assert_eq!(own.reserved(), 6, "the read may still write there");
+    fetches.until_holders(&source, 2).await;
+    assert_eq!(fetches.own.reserved(), 6, "the read may still write there");
     // Others get other blocks.
     assert_eq!(decoder.answer(generate(&prompt, ANSWER)).await.0, alone(&prompt).await);
     impostor.kill().await;
-    until("the room is given back", || own.reserved() == 0).await;
+    until("the room is given back", || fetches.own.reserved() == 0).await;
     decoder.idle().await;
 }
