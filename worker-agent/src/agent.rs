@@ -82,6 +82,9 @@ pub enum AgentError {
         /// Why.
         source: std::io::Error,
     },
+    /// KV transfer does not start.
+    #[error("KV transfer: {0}")]
+    Transfer(std::io::Error),
     /// A bound listener does not work.
     #[error("listener: {0}")]
     Listener(#[from] std::io::Error),
@@ -305,7 +308,8 @@ fn with_transfers(
         lease: settings.transfer.lease,
         timeout: settings.transfer.timeout,
     };
-    let (engine, server) = transfer::open(engine, exchange, options, listener, metrics.transfer.clone())?;
+    let opened = transfer::open(engine, exchange, options, listener, metrics.transfer.clone());
+    let (engine, server) = opened.map_err(AgentError::Transfer)?;
     Ok((Arc::new(engine), Some(server)))
 }
 
