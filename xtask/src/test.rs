@@ -13,12 +13,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 
 use crate::process::{binaries, cargo, command, root, run as run_command, succeeds};
-use crate::{cluster, image, model, python, setup, tidy, vllm};
+use crate::{cluster, cuda, image, model, python, setup, tidy, vllm};
 
 /// Runs the tests.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Only this stage; may be given several times. Without it all but `vllm`, which installs 5 GB.
+    /// Only this stage; may be given several times. Without it all but `vllm`, which installs 5 GB, and `candle`, which compiles
+    /// CUDA kernels for many minutes the first time.
     #[arg(long, value_enum)]
     stage: Vec<Stage>,
 }
@@ -34,6 +35,8 @@ enum Stage {
     Cluster,
     /// Two real vLLM on CPU cores of their own, behind agents and a router. Installs 5 GB; needs two cores.
     Vllm,
+    /// The engine on candle's tensors: on the processor, and compiled for CUDA; run there where a GPU and a toolkit are.
+    Candle,
 }
 
 impl Stage {
@@ -43,6 +46,7 @@ impl Stage {
             Self::Integration => "integration",
             Self::Cluster => "cluster",
             Self::Vllm => "vllm",
+            Self::Candle => "candle",
         }
     }
 
@@ -57,6 +61,9 @@ impl Stage {
             }
             Self::Cluster => cluster::prepare(),
             Self::Vllm => vllm::obtain().and_then(|_| setup::nextest()).map(drop),
+            Self::Candle => {
+                cuda::Toolkit::obtain().and_then(|_| model::obtain()).and_then(|_| setup::nextest()).map(drop)
+            }
         }
     }
 
@@ -66,6 +73,7 @@ impl Stage {
             Self::Integration => integration(),
             Self::Cluster => in_cluster(),
             Self::Vllm => with_vllm(),
+            Self::Candle => with_candle(),
         }
     }
 }
@@ -78,9 +86,9 @@ const SUITES: &str = "integration-tests/processes,integration-tests/cluster,inte
 
 /// Runs the stages in order; the first failure ends the run.
 pub fn run(args: &Args) -> anyhow::Result<()> {
-    let all = [Stage::Unit, Stage::Integration, Stage::Cluster, Stage::Vllm];
+    let all = [Stage::Unit, Stage::Integration, Stage::Cluster, Stage::Candle, Stage::Vllm];
     let wanted = |stage: &Stage| match args.stage.is_empty() {
-        true => *stage != Stage::Vllm,
+        true => !matches!(stage, Stage::Vllm | Stage::Candle),
         false => args.stage.contains(stage),
     };
     let stages: Vec<_> = all.into_iter().filter(wanted).collect();
@@ -100,6 +108,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     println!("\nall stages passed: {}", shown.join(", "));
     if args.stage.is_empty() {
         println!("not run: vllm, which installs 5 GB (cargo xtask test --stage vllm)");
+        println!("not run: candle, which compiles CUDA kernels (cargo xtask test --stage candle)");
     }
     Ok(())
 }
@@ -220,6 +229,22 @@ fn with_vllm() -> anyhow::Result<()> {
     let mut suite = nextest(&["--workspace", "--features", SUITES, "--test", "vllm"])?;
     suite.env("ARMATURE_BIN", binary).env("ARMATURE_VLLM", installed.program);
     run_command(suite.env("ARMATURE_VLLM_MODEL", installed.model))
+}
+
+/// The worker's tests that have to do with candle: on the processor, then compiled for CUDA, then on what GPUs there are.
+fn with_candle() -> anyhow::Result<()> {
+    const TESTS: [&str; 4] = ["--package", "worker-agent", "--filterset", "test(candle) | test(compute)"];
+    let mut clippy = cargo();
+    clippy.args(["clippy", "--release", "--quiet", "--package", "worker-agent", "--features", "candle"]);
+    run_command(clippy.args(["--all-targets", "--", "--deny", "warnings"]))?;
+    run_command(nextest(&TESTS)?.args(["--features", "candle"]))?;
+    cuda::run()?;
+    let toolkit = cuda::Toolkit::obtain()?;
+    if toolkit.can_run() {
+        return run_command(toolkit.uses(nextest(&TESTS)?)?.args(["--features", "cuda"]));
+    }
+    println!("candle: compiled for CUDA and not run there, for want of a GPU or of CUDA's libraries");
+    Ok(())
 }
 
 /// How the test runner is called; its profile is in .config/nextest.toml.
