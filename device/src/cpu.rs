@@ -1,6 +1,6 @@
 //! The host as a device: what the CUDA device must do, in the plainest way.
 
-use super::{Arena, Description, Device, DeviceError, Paging, Staging, StagingKind, check_once};
+use super::{Aligned, Arena, Description, Device, DeviceError, Paging, Staging, StagingKind, check_once};
 
 /// Host memory.
 pub struct Cpu(Description);
@@ -23,7 +23,7 @@ impl Device for Cpu {
     }
 
     fn staging(&self, bytes: usize) -> Result<Staging, DeviceError> {
-        Ok(Staging(StagingKind::Plain(vec![0; bytes])))
+        Ok(Staging(StagingKind::Plain(Aligned::new(bytes))))
     }
 }
 

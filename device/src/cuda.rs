@@ -30,8 +30,7 @@ fn failed(stage: &'static str) -> impl FnOnce(DriverError) -> DeviceError {
 
 /// What devices there are; none where there is no driver. Takes no memory on them.
 pub fn inventory() -> Result<Vec<Description>, DeviceError> {
-    // SAFETY: it only opens the library, whose initializers run in every process that uses CUDA.
-    if !unsafe { sys::is_culib_present() } {
+    if !is_there() {
         return Ok(Vec::new());
     }
     match result::init() {
@@ -41,6 +40,19 @@ pub fn inventory() -> Result<Vec<Description>, DeviceError> {
     }
     let count = result::device::get_count().map_err(failed("counting CUDA devices"))?;
     (0..count).map(|ordinal| describe(ordinal).map_err(failed("describing a CUDA device"))).collect()
+}
+
+/// Whether there is a driver to be asked.
+#[cfg(not(feature = "linked"))]
+fn is_there() -> bool {
+    // SAFETY: it only opens the library, whose initializers run in every process that uses CUDA.
+    unsafe { sys::is_culib_present() }
+}
+
+/// Without a driver the program would not have started.
+#[cfg(feature = "linked")]
+fn is_there() -> bool {
+    true
 }
 
 fn describe(ordinal: i32) -> Result<Description, DriverError> {

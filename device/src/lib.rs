@@ -155,12 +155,38 @@ pub trait Arena: Send {
     fn scatter(&mut self, blocks: &[u32], from: &Staging) -> Result<(), DeviceError>;
 }
 
-/// Host memory made by a device for copies to and from it.
+/// Host memory made by a device for copies to and from it; begins at a multiple of [`PIECE_ALIGN`].
 pub struct Staging(StagingKind);
 
 enum StagingKind {
-    Plain(Vec<u8>),
+    Plain(Aligned),
     Pinned(cuda::Pinned),
+}
+
+/// Ordinary memory that begins where numbers may.
+struct Aligned {
+    units: Vec<Unit>,
+    bytes: usize,
+}
+
+#[derive(Clone)]
+#[repr(C, align(16))]
+struct Unit([u8; PIECE_ALIGN]);
+
+impl Aligned {
+    fn new(bytes: usize) -> Self {
+        Self { units: vec![Unit([0; PIECE_ALIGN]); bytes.div_ceil(PIECE_ALIGN)], bytes }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: units are bytes without a gap, at least so many.
+        unsafe { std::slice::from_raw_parts(self.units.as_ptr().cast(), self.bytes) }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and borrowed by nobody else.
+        unsafe { std::slice::from_raw_parts_mut(self.units.as_mut_ptr().cast(), self.bytes) }
+    }
 }
 
 impl Deref for Staging {
@@ -168,7 +194,7 @@ impl Deref for Staging {
 
     fn deref(&self) -> &[u8] {
         match &self.0 {
-            StagingKind::Plain(bytes) => bytes,
+            StagingKind::Plain(bytes) => bytes.bytes(),
             StagingKind::Pinned(bytes) => bytes.bytes(),
         }
     }
@@ -177,7 +203,7 @@ impl Deref for Staging {
 impl DerefMut for Staging {
     fn deref_mut(&mut self) -> &mut [u8] {
         match &mut self.0 {
-            StagingKind::Plain(bytes) => bytes,
+            StagingKind::Plain(bytes) => bytes.bytes_mut(),
             StagingKind::Pinned(bytes) => bytes.bytes_mut(),
         }
     }

@@ -68,6 +68,7 @@ fn what_cannot_be_copied_is_refused_and_changes_nothing() {
     for device in devices() {
         let mut arena = device.arena(paging).expect("room");
         let mut small = device.staging(paging.block_bytes() * 2 - 1).expect("room");
+        assert_eq!((small.as_ptr() as usize % PIECE_ALIGN, small.len()), (0, 63));
         small.fill(9);
         let missing = DeviceError::NoSuchBlock { block: 4, blocks: 4 };
         assert_eq!(arena.scatter(&[4], &small), Err(missing.clone()));

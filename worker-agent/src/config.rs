@@ -10,6 +10,8 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
+use crate::engine::builtin::compute::{Compute, NotBuilt};
+
 mod mocker;
 mod remote;
 mod tiers;
@@ -71,6 +73,10 @@ pub struct Config {
     /// What computes
     #[arg(long, value_enum, default_value_t = EngineKind::BuiltIn)]
     pub engine: EngineKind,
+    /// What the built-in engine computes on: cpu, or cuda or cuda:NUMBER where this program was built for it (candle-cpu: what a
+    /// GPU would compute, on the processor)
+    #[arg(long, default_value_t = Compute::Cpu)]
+    pub device: Compute,
     /// Tokens per KV block: 16, 32 or 64
     #[arg(long, default_value_t = 16)]
     pub block_size: u32,
@@ -247,6 +253,9 @@ pub enum ConfigError {
     /// Two settings that exclude each other.
     #[error("{0} and {1} contradict each other; drop one")]
     Contradiction(&'static str, &'static str),
+    /// Something that this program was built without.
+    #[error(transparent)]
+    NotBuilt(#[from] NotBuilt),
 }
 
 impl Config {
@@ -313,6 +322,10 @@ impl Config {
             let rule = "must be at least --max-num-seqs: each running sequence takes one token of a step";
             return Err(ConfigError::Invalid { flag: "--max-num-batched-tokens", value, rule });
         }
+        if self.device != Compute::Cpu && self.engine != EngineKind::BuiltIn {
+            return Err(ConfigError::Missing { flag: "--engine built-in", by: "--device" });
+        }
+        self.device.check()?;
         self.tiers()?;
         self.mocker.check()?;
         self.check_remote()

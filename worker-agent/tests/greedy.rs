@@ -9,6 +9,9 @@ use serde::Deserialize;
 use worker_agent::engine::builtin::llama::{Llama, LlamaOptions};
 use worker_agent::engine::builtin::{BlockId, Chunk, Forward, Logits};
 
+#[cfg(feature = "candle")]
+#[path = "greedy/candle.rs"]
+mod candle;
 #[path = "greedy/tiers.rs"]
 mod tiers;
 

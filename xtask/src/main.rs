@@ -5,6 +5,7 @@
 
 mod bench;
 mod cluster;
+mod cuda;
 mod generate;
 mod image;
 mod model;
@@ -39,6 +40,8 @@ enum Command {
     Python,
     /// Compiles the CUDA kernels to PTX; needs no device.
     Ptx,
+    /// Compiles the worker with its CUDA engine; needs no device.
+    Cuda,
     /// Builds the container image as a tar file that docker, podman and containerd load.
     Image(image::Args),
     /// A real Kubernetes of two nodes on this machine, for tests.
@@ -60,6 +63,7 @@ fn main() -> anyhow::Result<()> {
         }
         Command::Python => python::run(),
         Command::Ptx => ptx::run(),
+        Command::Cuda => cuda::run(),
         Command::Image(args) => image::run(&args),
         Command::Cluster(command) => cluster::run(&command),
         Command::Bench(command) => bench::run(&command),

@@ -14,13 +14,13 @@ use anyhow::{Context, bail};
 
 use crate::nixl::{self, Nixl};
 use crate::process::{binaries, cargo, command, root, run as run_command, succeeds, target};
-use crate::{cluster, image, model, python, setup, tidy, vllm};
+use crate::{cluster, cuda, image, model, python, setup, tidy, vllm};
 
 /// Runs the tests.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Only this stage; may be given several times. Without it all but `vllm`, which installs 5 GB, and `nixl`, which builds
-    /// once more what moves KV.
+    /// Only this stage; may be given several times. Without it all but `vllm`, which installs 5 GB, `nixl`, which builds once
+    /// more what moves KV, and `candle`, which compiles CUDA kernels for many minutes the first time.
     #[arg(long, value_enum)]
     stage: Vec<Stage>,
 }
@@ -38,6 +38,8 @@ enum Stage {
     Vllm,
     /// KV transfer with NIXL, built and run against the library of its Python package (95 MB, with libclang).
     Nixl,
+    /// The engine on candle's tensors: on the processor, and compiled for CUDA; run there where a GPU and a toolkit are.
+    Candle,
 }
 
 impl Stage {
@@ -48,6 +50,7 @@ impl Stage {
             Self::Cluster => "cluster",
             Self::Vllm => "vllm",
             Self::Nixl => "nixl",
+            Self::Candle => "candle",
         }
     }
 
@@ -63,6 +66,9 @@ impl Stage {
             Self::Cluster => cluster::prepare(),
             Self::Vllm => vllm::obtain().and_then(|_| setup::nextest()).map(drop),
             Self::Nixl => model::obtain().and_then(|_| Nixl::obtain()).and_then(|_| setup::nextest()).map(drop),
+            Self::Candle => {
+                cuda::Toolkit::obtain().and_then(|_| model::obtain()).and_then(|_| setup::nextest()).map(drop)
+            }
         }
     }
 
@@ -73,6 +79,7 @@ impl Stage {
             Self::Cluster => in_cluster(),
             Self::Vllm => with_vllm(),
             Self::Nixl => with_nixl(),
+            Self::Candle => with_candle(),
         }
     }
 }
@@ -85,9 +92,9 @@ const SUITES: &str = "integration-tests/processes,integration-tests/cluster,inte
 
 /// Runs the stages in order; the first failure ends the run.
 pub fn run(args: &Args) -> anyhow::Result<()> {
-    let all = [Stage::Unit, Stage::Integration, Stage::Cluster, Stage::Vllm, Stage::Nixl];
+    let all = [Stage::Unit, Stage::Integration, Stage::Cluster, Stage::Vllm, Stage::Nixl, Stage::Candle];
     let wanted = |stage: &Stage| match args.stage.is_empty() {
-        true => ![Stage::Vllm, Stage::Nixl].contains(stage),
+        true => ![Stage::Vllm, Stage::Nixl, Stage::Candle].contains(stage),
         false => args.stage.contains(stage),
     };
     let stages: Vec<_> = all.into_iter().filter(wanted).collect();
@@ -109,7 +116,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let shown: Vec<_> = times.iter().map(|(what, took)| format!("{what} {:.0} s", took.as_secs_f64())).collect();
     println!("\nall stages passed: {}", shown.join(", "));
     if args.stage.is_empty() {
-        println!("not run: vllm, which installs 5 GB, and nixl (cargo xtask test --stage vllm --stage nixl)");
+        println!(
+            "not run: vllm, which installs 5 GB, nixl and candle, which need builds of their own (--stage NAME runs one)"
+        );
     }
     Ok(())
 }
@@ -247,6 +256,22 @@ fn with_nixl() -> anyhow::Result<()> {
     let mut suite = nextest(&[&workspace[..], &["--lib", "--test", "up", "--filterset", tests]].concat())?;
     suite.env("ARMATURE_BIN", &binary).env("ARMATURE_MODEL", model::obtain()?);
     run_command(nixl.to(&mut suite))
+}
+
+/// The worker's tests that have to do with candle: on the processor, then compiled for CUDA, then on what GPUs there are.
+fn with_candle() -> anyhow::Result<()> {
+    const TESTS: [&str; 4] = ["--package", "worker-agent", "--filterset", "test(candle) | test(compute)"];
+    let mut clippy = cargo();
+    clippy.args(["clippy", "--release", "--quiet", "--package", "worker-agent", "--features", "candle"]);
+    run_command(clippy.args(["--all-targets", "--", "--deny", "warnings"]))?;
+    run_command(nextest(&TESTS)?.args(["--features", "candle"]))?;
+    cuda::run()?;
+    let toolkit = cuda::Toolkit::obtain()?;
+    if toolkit.can_run() {
+        return run_command(toolkit.uses(nextest(&TESTS)?)?.args(["--features", "cuda"]));
+    }
+    println!("candle: compiled for CUDA and not run there, for want of a GPU or of CUDA's libraries");
+    Ok(())
 }
 
 /// How the test runner is called; its profile is in .config/nextest.toml.

@@ -145,6 +145,7 @@ pub fn refused(file: &Path, error: &dyn std::fmt::Display) -> Failure {
 
 fn options(config: &Config) -> Result<OpenOptions, Failure> {
     Ok(OpenOptions {
+        compute: config.device,
         threads: config.threads.and_then(NonZeroUsize::new),
         block_size: config.block_size,
         total_blocks: config.kv_blocks,

@@ -63,6 +63,7 @@ fn each_wrong_value_gets_one_line_that_names_it() {
         (&["--engine", "vllm"], "--engine vllm needs --model-path"),
         (&["--engine", "tensorrt-llm"], "--engine tensorrt-llm needs --model-path"),
         (&["--model-path", "m"], "--model-path needs --engine vllm"),
+        (&["--engine", "mocker", "--device", "cuda"], "--device needs --engine built-in"),
         (
             &["--engine", "vllm", "--model-path", "m", "--vllm-url", "https://a:1"],
             "--engine-url \"https://a:1\": must be http://HOST:PORT",

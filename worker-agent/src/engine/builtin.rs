@@ -12,6 +12,7 @@ use kv_hashing::SequenceHash;
 use arena::KvArena;
 
 pub mod arena;
+pub mod compute;
 pub mod exchange;
 pub mod gguf;
 mod kernels;

@@ -17,6 +17,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use memmap2::{MmapMut, MmapOptions, MmapRaw};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
@@ -84,6 +85,8 @@ pub struct KvArena {
     memory: Option<File>,
     shape: KvShape,
     blocks: usize,
+    /// See [`Self::take_foreign`].
+    foreign: Vec<AtomicBool>,
 }
 
 impl KvArena {
@@ -102,7 +105,8 @@ impl KvArena {
                 (anonymous.map_err(|error| ArenaError::Memory { bytes, blocks, error })?, None)
             }
         };
-        Ok(KvArena { map: map.into(), memory, shape, blocks })
+        let foreign = (0..blocks).map(|_| AtomicBool::new(false)).collect();
+        Ok(KvArena { map: map.into(), memory, shape, blocks, foreign })
     }
 
     /// The memory as a file, for others to read; `None` where it is none.
@@ -140,8 +144,22 @@ impl KvArena {
     /// Nothing else reads or writes the block while the slice lives.
     #[expect(clippy::mut_from_ref, reason = "owners of different blocks write side by side")]
     pub unsafe fn block_mut(&self, id: BlockId) -> &mut [u8] {
-        // SAFETY: `start` checks the id; the caller has the block for itself.
-        unsafe { std::slice::from_raw_parts_mut(self.start(id), self.shape.block_bytes()) }
+        // SAFETY: `given` checks the id; the caller has the block for itself.
+        unsafe { std::slice::from_raw_parts_mut(self.given(id), self.shape.block_bytes()) }
+    }
+
+    /// Where a block begins, for somebody else than the forward pass to write. There is no other way to be given one.
+    fn given(&self, id: BlockId) -> *mut u8 {
+        let start = self.start(id);
+        self.foreign[id.0 as usize].store(true, Relaxed);
+        start
+    }
+
+    /// Whether somebody was given the block's bytes to write since the last call: then they are not what the forward pass has
+    /// computed, and a copy that it has elsewhere is stale. Who lists a block has heard from whoever wrote it that it is
+    /// complete, so nothing but the order of that message is needed here.
+    pub fn take_foreign(&self, id: BlockId) -> bool {
+        self.foreign[id.0 as usize].swap(false, Relaxed)
     }
 
     /// Where the arena begins in the memory of this process, and its length in bytes.
@@ -149,9 +167,9 @@ impl KvArena {
         (self.map.as_mut_ptr(), self.map.len())
     }
 
-    /// Where a block begins in the memory of this process.
+    /// Where a block begins in the memory of this process, for somebody else than the forward pass to write.
     pub fn place(&self, id: BlockId) -> *mut u8 {
-        self.start(id)
+        self.given(id)
     }
 
     fn start(&self, id: BlockId) -> *mut u8 {
@@ -238,6 +256,9 @@ mod tests {
         // SAFETY: two blocks, one thread.
         unsafe { arena.block_mut(BlockId(0)) }.copy_from_slice(block(2));
         assert_eq!(block(0), block(2));
+        let foreign = || [0, 1, 2, 3].map(|id| arena.take_foreign(BlockId(id)));
+        assert_eq!(foreign(), [true, false, false, false], "slots are the forward pass's own");
+        assert_eq!(foreign(), [false; 4]);
     }
 
     #[test]

@@ -7,6 +7,8 @@
 //! number of threads; see `kernels`. Only the kind of processor changes them.
 
 mod attention;
+#[cfg(feature = "candle")]
+pub mod candle;
 mod config;
 mod forward;
 mod linear;

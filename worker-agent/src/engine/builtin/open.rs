@@ -5,7 +5,11 @@ use std::path::Path;
 
 use kv_hashing::BlockSize;
 
+use super::Forward;
+use super::compute::{Compute, NotBuilt};
 use super::gguf::Gguf;
+#[cfg(feature = "candle")]
+use super::llama::candle::{CandleDevice, CandleError, CandleLlama, CandleOptions};
 use super::llama::{Config, Llama, LlamaOptions, LoadError};
 use super::memory::{self, NoRoom};
 use super::scheduler::{InvalidConfig, SchedulerConfig};
@@ -18,6 +22,8 @@ use crate::engine::EngineInfo;
 /// Sizes of an engine.
 #[derive(Clone, Debug)]
 pub struct OpenOptions {
+    /// What computes.
+    pub compute: Compute,
     /// Threads that compute; one per core the process may use when absent.
     pub threads: Option<NonZeroUsize>,
     /// Tokens per KV block: 16, 32 or 64.
@@ -37,6 +43,7 @@ pub struct OpenOptions {
 impl Default for OpenOptions {
     fn default() -> Self {
         Self {
+            compute: Compute::Cpu,
             threads: None,
             block_size: 16,
             total_blocks: 4096,
@@ -67,6 +74,13 @@ pub enum OpenError {
     /// The file, or a model of a kind that we do not compute.
     #[error(transparent)]
     Load(#[from] LoadError),
+    /// What is to compute.
+    #[error(transparent)]
+    NotBuilt(#[from] NotBuilt),
+    /// The device that is to compute.
+    #[cfg(feature = "candle")]
+    #[error(transparent)]
+    Candle(#[from] CandleError),
     /// The arena.
     #[error(transparent)]
     Memory(#[from] NoRoom),
@@ -105,10 +119,8 @@ pub fn open(path: &Path, options: OpenOptions) -> Result<(BuiltIn, Artifacts, Mo
     let artifacts = Artifacts::from_gguf(&gguf)?;
     let block_size =
         BlockSize::new(options.block_size).ok_or_else(|| StartError::from(InvalidConfig::TooSmall("block_size", 1)))?;
-    let threads = options.threads.or_else(|| std::thread::available_parallelism().ok()).map_or(1, NonZeroUsize::get);
-    let llama_options = LlamaOptions { threads, block_size: block_size.get(), total_blocks: options.total_blocks };
-    let model = Llama::from_gguf(&gguf, llama_options)?;
-    let vocab = model.config().vocab;
+    let model = Config::read(&gguf)?;
+    let vocab = model.vocab;
     if artifacts.token_bytes.len() > vocab {
         return Err(OpenError::Vocabulary { tokens: artifacts.token_bytes.len(), vocab });
     }
@@ -117,17 +129,49 @@ pub fn open(path: &Path, options: OpenOptions) -> Result<(BuiltIn, Artifacts, Mo
         total_blocks: options.total_blocks,
         max_num_seqs: options.max_num_seqs,
         max_num_batched_tokens: options.max_num_batched_tokens,
-        context_length: model.config().context_length,
+        context_length: model.context_length,
     };
     let config = SchedulerConfig { engine, max_waiting: options.max_waiting }.validated().map_err(StartError::from)?;
     let facts = ModelFacts {
         name: gguf.get::<&str>("general.name").map_err(LoadError::from)?.map(str::to_owned),
         context_length: config.engine.context_length,
         vocab,
-        block_bytes: model.arena().shape().block_bytes(),
+        block_bytes: model.kv_shape(block_size.get()).block_bytes(),
     };
-    let engine = BuiltIn::start_with_tiers(model, config, artifacts.vocabulary(), &options.tiers)?;
+    let start = Start { config, artifacts: &artifacts, tiers: &options.tiers };
+    let engine = start.on(&gguf, &options)?;
     Ok((engine, artifacts, facts))
+}
+
+/// An engine that wants only what computes.
+struct Start<'a> {
+    config: SchedulerConfig,
+    artifacts: &'a Artifacts,
+    tiers: &'a TierOptions,
+}
+
+impl Start<'_> {
+    fn on(self, gguf: &Gguf, options: &OpenOptions) -> Result<BuiltIn, OpenError> {
+        options.compute.check()?;
+        let (block_size, total_blocks) = (options.block_size as usize, options.total_blocks);
+        #[cfg(feature = "candle")]
+        let candle = |device| CandleLlama::from_gguf(gguf, CandleOptions { device, block_size, total_blocks });
+        match options.compute {
+            #[cfg(feature = "candle")]
+            Compute::CandleCpu => self.with(candle(CandleDevice::Cpu)?),
+            #[cfg(feature = "candle")]
+            Compute::Cuda(ordinal) => self.with(candle(CandleDevice::Cuda(ordinal))?),
+            _ => {
+                let threads = options.threads.or_else(|| std::thread::available_parallelism().ok());
+                let threads = threads.map_or(1, NonZeroUsize::get);
+                self.with(Llama::from_gguf(gguf, LlamaOptions { threads, block_size, total_blocks })?)
+            }
+        }
+    }
+
+    fn with(self, model: impl Forward + 'static) -> Result<BuiltIn, OpenError> {
+        Ok(BuiltIn::start_with_tiers(model, self.config, self.artifacts.vocabulary(), self.tiers)?)
+    }
 }
 
 #[cfg(test)]

@@ -33,9 +33,9 @@ pub(super) struct Scratch {
 }
 
 /// Where a token's key and value go.
-struct Place {
-    block: BlockId,
-    slot: usize,
+pub(super) struct Place {
+    pub(super) block: BlockId,
+    pub(super) slot: usize,
 }
 
 impl Forward for Llama {
@@ -50,7 +50,7 @@ impl Forward for Llama {
     /// Memory beside the arena: `4 * (3 hidden + 2 queries + 2 keys + 2 feed_forward)` bytes for each token of the largest
     /// step so far, where queries and keys are the widths of all heads.
     fn forward(&mut self, chunks: &[Chunk<'_>], logits: &mut Vec<f32>) {
-        let places = self.places(chunks);
+        let places = places(chunks, self.arena.shape().block_size);
         self.embed(chunks);
         let (kv_heads, group) = (self.config.kv_heads, self.config.group());
         let plan = Plan::new(chunks, kv_heads, group, |_| 0);
@@ -77,8 +77,20 @@ impl Forward for Llama {
     }
 }
 
+/// Resolves block tables; checks what `Chunk` promises.
+pub(super) fn places(chunks: &[Chunk<'_>], block_size: usize) -> Vec<Place> {
+    let size = block_size;
+    let mut places = Vec::with_capacity(chunks.iter().map(|c| c.tokens.len()).sum());
+    for chunk in chunks {
+        let end = chunk.start + chunk.tokens.len();
+        assert!(!chunk.tokens.is_empty() && chunk.blocks.len() * size >= end, "a chunk's blocks do not cover it");
+        places.extend((chunk.start..end).map(|p| Place { block: chunk.blocks[p / size], slot: p % size }));
+    }
+    places
+}
+
 /// Tokens at the chunk's beginning whose logits are not wanted.
-fn unwanted(chunk: &Chunk<'_>) -> usize {
+pub(super) fn unwanted(chunk: &Chunk<'_>) -> usize {
     match chunk.logits {
         Logits::None => chunk.tokens.len(),
         Logits::Last => chunk.tokens.len() - 1,
@@ -86,7 +98,8 @@ fn unwanted(chunk: &Chunk<'_>) -> usize {
     }
 }
 
-fn wanted_rows(chunks: &[Chunk<'_>]) -> Vec<usize> {
+/// Rows of the step whose logits are wanted.
+pub(super) fn wanted_rows(chunks: &[Chunk<'_>]) -> Vec<usize> {
     let mut rows = Vec::new();
     let mut first = 0;
     for chunk in chunks {
@@ -97,18 +110,6 @@ fn wanted_rows(chunks: &[Chunk<'_>]) -> Vec<usize> {
 }
 
 impl Llama {
-    /// Resolves block tables; checks what `Chunk` promises.
-    fn places(&self, chunks: &[Chunk<'_>]) -> Vec<Place> {
-        let size = self.arena.shape().block_size;
-        let mut places = Vec::with_capacity(chunks.iter().map(|c| c.tokens.len()).sum());
-        for chunk in chunks {
-            let end = chunk.start + chunk.tokens.len();
-            assert!(!chunk.tokens.is_empty() && chunk.blocks.len() * size >= end, "a chunk's blocks do not cover it");
-            places.extend((chunk.start..end).map(|p| Place { block: chunk.blocks[p / size], slot: p % size }));
-        }
-        places
-    }
-
     /// Starts the residual stream, and computes the rotations of all positions.
     fn embed(&mut self, chunks: &[Chunk<'_>]) {
         let Llama { config, weights, isa, scratch, .. } = self;

@@ -3,7 +3,9 @@
 //! Pair `i` of a head is rotated by `position / scale * base^(-2i / dims) / factor[i]`. Llama's tensors are stored so that
 //! pairs are neighbours; Qwen's keep a pair's second element half the dimensions further.
 
+use super::super::gguf::{Gguf, GgufError};
 use super::config::{Architecture, Config};
+use super::weights::vector;
 
 /// Frequencies of a model.
 pub(super) struct Rope {
@@ -14,8 +16,17 @@ pub(super) struct Rope {
 }
 
 impl Rope {
+    /// As the file says.
+    pub(super) fn load(gguf: &Gguf, config: &Config) -> Result<Rope, GgufError> {
+        let factors = match gguf.has_tensor("rope_freqs.weight") {
+            true => vector(gguf, "rope_freqs.weight", config.rope_dims / 2)?,
+            false => vec![1.0; config.rope_dims / 2],
+        };
+        Ok(Rope::new(config, &factors))
+    }
+
     /// `factors`: what each pair's frequency is divided by.
-    pub(super) fn new(config: &Config, factors: &[f32]) -> Rope {
+    fn new(config: &Config, factors: &[f32]) -> Rope {
         let (base, dims) = (f64::from(config.rope_base), config.rope_dims as f64);
         let frequency = |(i, &factor): (usize, &f32)| {
             base.powf(-2.0 * i as f64 / dims) / f64::from(config.rope_scale) / f64::from(factor)
@@ -25,6 +36,12 @@ impl Rope {
             neighbours: config.architecture == Architecture::Llama,
             head_dim: config.head_dim,
         }
+    }
+
+    /// Whether a pair's elements are neighbours; else the second is half the dimensions further.
+    #[cfg(feature = "candle")]
+    pub(super) fn pairs_are_neighbours(&self) -> bool {
+        self.neighbours
     }
 
     /// Numbers that describe the rotation at one position.

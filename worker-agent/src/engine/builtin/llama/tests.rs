@@ -1,6 +1,6 @@
 //! A small random model against a plain implementation, and every way of cutting the same work against every other.
 
-mod plain;
+pub(super) mod plain;
 
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};

@@ -36,16 +36,12 @@ impl Weights {
         let shape = [config.hidden, config.vocab];
         let embedding = gguf.tensor("token_embd.weight", &shape)?;
         let output = if gguf.has_tensor("output.weight") { "output" } else { "token_embd" };
-        let factors = match gguf.has_tensor("rope_freqs.weight") {
-            true => vector(gguf, "rope_freqs.weight", config.rope_dims / 2)?,
-            false => vec![1.0; config.rope_dims / 2],
-        };
         Ok(Weights {
             embedding,
             layers: (0..config.layers).map(|i| layer(gguf, config, i)).collect::<Result<_, _>>()?,
             output_norm: vector(gguf, "output_norm.weight", config.hidden)?,
             output: linear(gguf, output, config.hidden, config.vocab)?,
-            rope: Rope::new(config, &factors),
+            rope: Rope::load(gguf, config)?,
         })
     }
 }
@@ -80,7 +76,8 @@ fn linear(gguf: &Gguf, name: &str, cols: usize, rows: usize) -> Result<Linear, G
     Ok(Linear { rows, cols, weights, bias })
 }
 
-fn vector(gguf: &Gguf, name: &str, len: usize) -> Result<Vec<f32>, GgufError> {
+/// A tensor of one dimension, in single precision.
+pub(super) fn vector(gguf: &Gguf, name: &str, len: usize) -> Result<Vec<f32>, GgufError> {
     let tensor = gguf.tensor(name, &[len])?;
     let mut values = vec![0.0; len];
     tensor.quant.dequantize(tensor.bytes(), &mut values);

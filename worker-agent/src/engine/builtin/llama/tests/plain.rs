@@ -10,34 +10,34 @@ use super::super::super::gguf::fixture::GgufBuilder;
 use super::super::super::quant::Quant;
 use super::super::super::quant::tests::random_weights;
 
-pub(super) const VOCAB: usize = 70;
+pub(in super::super) const VOCAB: usize = 70;
 const EPS: f32 = 1e-5;
 const BASE: f32 = 1000.0;
 
 /// A random model of two layers and its variations.
 #[derive(Clone, Debug)]
-pub(super) struct Model {
-    pub(super) architecture: &'static str,
-    pub(super) quant: Quant,
-    pub(super) hidden: usize,
-    pub(super) kv_heads: usize,
-    pub(super) head_dim: usize,
-    pub(super) rope_dims: Option<usize>,
-    pub(super) rope_scale: Option<f32>,
-    pub(super) rope_factors: bool,
-    pub(super) bias: bool,
-    pub(super) head_norms: bool,
+pub(in super::super) struct Model {
+    pub(in super::super) architecture: &'static str,
+    pub(in super::super) quant: Quant,
+    pub(in super::super) hidden: usize,
+    pub(in super::super) kv_heads: usize,
+    pub(in super::super) head_dim: usize,
+    pub(in super::super) rope_dims: Option<usize>,
+    pub(in super::super) rope_scale: Option<f32>,
+    pub(in super::super) rope_factors: bool,
+    pub(in super::super) bias: bool,
+    pub(in super::super) head_norms: bool,
     /// Whether there is an output matrix.
-    pub(super) output: bool,
+    pub(in super::super) output: bool,
     /// A tensor to leave out.
-    pub(super) missing: Option<&'static str>,
+    pub(in super::super) missing: Option<&'static str>,
 }
 
 const HEADS: usize = 4;
 const LAYERS: usize = 2;
 
 impl Model {
-    pub(super) fn llama() -> Model {
+    pub(in super::super) fn llama() -> Model {
         Model {
             architecture: "llama",
             quant: Quant::F32,
@@ -55,7 +55,7 @@ impl Model {
     }
 
     /// Matrices of arbitrary bits of a format, wide enough for its blocks.
-    pub(super) fn quantized(quant: Quant) -> Model {
+    pub(in super::super) fn quantized(quant: Quant) -> Model {
         Model { quant, hidden: 256, head_dim: 64, ..Model::llama() }
     }
 
@@ -114,7 +114,7 @@ impl Model {
         list.into_iter().map(filled).collect()
     }
 
-    pub(super) fn file(&self) -> GgufBuilder {
+    pub(in super::super) fn file(&self) -> GgufBuilder {
         let key = |suffix: &str| format!("{}.{suffix}", self.architecture);
         let mut file = GgufBuilder::default()
             .str("general.architecture", self.architecture)
@@ -148,7 +148,7 @@ impl Model {
     }
 
     /// Logits of every token, one row after the other. Keys and values are rounded to half precision, as in the arena.
-    pub(super) fn logits(&self, tokens: &[u32]) -> Vec<f64> {
+    pub(in super::super) fn logits(&self, tokens: &[u32]) -> Vec<f64> {
         let tensors: HashMap<_, _> = self.tensors().into_iter().map(|(name, _, values)| (name, values)).collect();
         let embedding = &tensors["token_embd.weight"];
         let mut xs: Vec<Vec<f64>> =
