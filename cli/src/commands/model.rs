@@ -12,7 +12,7 @@ pub async fn run(model: String, shutdown: CancellationToken) -> Outcome {
     let cache = Cache::from_env();
     let file = tokio::select! {
         file = obtain(&source, &cache, &log_progress) => file.map_err(source_failure)?,
-        () = shutdown.cancelled() => return Ok(()),
+        () = shutdown.cancelled() => return Err(anyhow::anyhow!("interrupted").into()),
     };
     crate::reference::print(format!("{}\n", file.display()))
 }

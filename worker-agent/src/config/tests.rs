@@ -52,7 +52,7 @@ fn each_wrong_value_gets_one_line_that_names_it() {
         (&["--event-port", "9000"], "--event-port \"9000\": is another port of this worker already"),
         (&["--transfer-port", "9001"], "--transfer-port \"9001\": is another port of this worker already"),
         (&["--kv-lease-secs", "0"], "--kv-lease-secs \"0\": must be from 1 to 3600"),
-        (&["--kv-transfer-timeout-ms", "0"], "--kv-transfer-timeout-ms \"0\": must be from 1 to 3600000"),
+        (&["--kv-transfer-timeout-ms", "0"], "--kv-transfer-timeout-ms \"0\": must be from 1 to 600000"),
         (&["--labels", "zone"], "--labels \"zone\": must be key=value"),
         (&["--component", "../x"], "--component \"../x\": must be 1 to 253 letters"),
         (&["--max-num-batched-tokens", "8"], "--max-num-batched-tokens \"8\": must be at least --max-num-seqs"),

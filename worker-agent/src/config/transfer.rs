@@ -23,7 +23,7 @@ pub struct TransferConfig {
     /// with NIXL
     #[arg(long, value_enum, default_value_t = Transports::Auto)]
     pub kv_transfer: Transports,
-    /// Time for fetching a prompt's KV, in milliseconds, and 100 more for each MiB; after that it is computed
+    /// Time for fetching a prompt's KV, in milliseconds, and 100 more for each MiB, 600000 at most; after that it is computed
     #[arg(long, default_value_t = 2000)]
     pub kv_transfer_timeout_ms: u64,
 }
@@ -41,8 +41,10 @@ pub struct TransferSettings {
 
 /// The port where discovery does not need to tell ports.
 const PORT: u16 = 9002;
-/// Longest lease and timeout: an hour.
+/// Longest lease: an hour.
 const SECONDS_MAX: u64 = 3600;
+/// Longest time for a fetch, as long as the other worker holds the blocks.
+const TIMEOUT_MS_MAX: u64 = 600_000;
 
 impl Config {
     pub(super) fn transfer_port(&self) -> u16 {
@@ -56,8 +58,8 @@ impl Config {
             let (value, rule) = (kv_lease_secs.to_string(), "must be from 1 to 3600");
             return Err(ConfigError::Invalid { flag: "--kv-lease-secs", value, rule });
         }
-        if !(1..=1000 * SECONDS_MAX).contains(&kv_transfer_timeout_ms) {
-            let (value, rule) = (kv_transfer_timeout_ms.to_string(), "must be from 1 to 3600000");
+        if !(1..=TIMEOUT_MS_MAX).contains(&kv_transfer_timeout_ms) {
+            let (value, rule) = (kv_transfer_timeout_ms.to_string(), "must be from 1 to 600000");
             return Err(ConfigError::Invalid { flag: "--kv-transfer-timeout-ms", value, rule });
         }
         let value = self.transfer.kv_transfer.as_str().to_owned();

@@ -135,7 +135,7 @@ impl Remote {
             token_max: options.token_max,
             stall_max: options.stall_max,
             load: Load::default(),
-            pulse: Pulse::new(Instant::now()),
+            pulse: Pulse::new(),
             numbers: AtomicU64::new(0),
             held: Mutex::new(Held::new(block_size)),
             leases: Mutex::default(),

@@ -2,7 +2,7 @@
 
 use protocol::request_plane::{ErrorCode, FinishReason, Generate, Sampling};
 use serde_json::{Value, json};
-use worker_agent::engine::remote::Remote;
+use worker_agent::engine::remote::{Remote, wait_until_it_computes};
 use worker_agent::engine::{Engine, EngineOutput, Prefilled};
 
 use crate::server::*;
@@ -259,4 +259,21 @@ async fn its_events_are_those_of_vllm_and_its_load_is_its_own() {
     server.set_metrics(r#"[{"dp_rank": 0, "num_reqs": 5, "num_waiting_reqs": 2, "num_tokens": 1600}]"#);
     until("a look at the load", || engine.load().running == 3).await;
     assert_eq!((engine.load().waiting, engine.load().active_blocks), (2, 50));
+}
+
+#[tokio::test]
+async fn a_half_that_hung_is_taken_back_when_what_ran_there_goes_on_or_is_gone() {
+    let server = Server::start(Make::Sglang("decode")).await;
+    let runs = |requests: u32, tokens: u32| {
+        let rank = json!({"dp_rank": 0, "num_reqs": requests, "num_waiting_reqs": 0, "num_tokens": tokens});
+        server.set_metrics(&json!([rank]).to_string());
+    };
+    runs(1, 64);
+    let brief = server.settings(&["--engine-start-s-max", "1"]);
+    let text = wait_until_it_computes(&brief).await.map(drop).expect_err("it hangs").to_string();
+    assert!(text.contains("gets nowhere"), "{text}");
+    let settings = server.settings(&[]);
+    let waiting = tokio::spawn(async move { wait_until_it_computes(&settings).await });
+    runs(0, 0);
+    within("the engine", waiting).await.expect("no panic").expect("nothing runs there");
 }

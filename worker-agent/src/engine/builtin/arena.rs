@@ -163,8 +163,8 @@ impl KvArena {
     }
 
     /// Where the arena begins in the memory of this process, and its length in bytes.
-    pub fn range(&self) -> (*mut u8, usize) {
-        (self.map.as_mut_ptr(), self.map.len())
+    pub fn range(&self) -> (*const u8, usize) {
+        (self.map.as_ptr(), self.map.len())
     }
 
     /// Where a block begins in the memory of this process, for somebody else than the forward pass to write.

@@ -6,6 +6,8 @@ use bytes::Bytes;
 use kv_index::{EngineHash, Tier};
 use protocol::request_plane::{Generate, TokenLogprobs};
 
+use super::pulse::Figures;
+
 /// A kind of server.
 pub(super) trait Dialect: Send + Sync + 'static {
     /// What [`super::elsewhere`] calls it.
@@ -210,4 +212,11 @@ pub(super) struct Busy {
     pub(super) kv_usage: f64,
     /// Stands for the figures that move with every step that it makes, and then only; `None` where it tells none.
     pub(super) moves: Option<u64>,
+}
+
+impl Busy {
+    /// What of it tells that the engine gets somewhere.
+    pub(super) fn figures(&self) -> Figures {
+        Figures { running: self.running, moves: self.moves }
+    }
 }

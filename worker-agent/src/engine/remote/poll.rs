@@ -26,6 +26,8 @@ pub(super) enum AskError {
     Http(#[from] HttpError),
     #[error(transparent)]
     Refused(#[from] Refusal),
+    #[error("what runs there gets nowhere")]
+    Still,
 }
 
 /// Asks until the server is lost.

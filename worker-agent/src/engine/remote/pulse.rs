@@ -8,6 +8,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+/// Most of the time between two looks that counts as silence: when more has passed, it was nobody's turn to look.
+const GAP: Duration = Duration::from_secs(2);
+
 /// What the page of load says of the engine's work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Figures {
@@ -23,10 +26,12 @@ pub(super) struct Pulse {
     seen: Mutex<Seen>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Seen {
-    /// The last sign of life, or when there was nothing to do.
-    last: Instant,
+    /// Time without a sign of life, between pages that came one after the other while there was something to do.
+    silence: Duration,
+    /// When the last page came; `None` after one that did not.
+    looked: Option<Instant>,
     figures: Figures,
     /// Requests of ours that the server has been asked.
     asked: usize,
@@ -35,16 +40,16 @@ struct Seen {
 }
 
 impl Pulse {
-    pub(super) fn new(now: Instant) -> Self {
-        Self { seen: Mutex::new(Seen { last: now, figures: Figures::default(), asked: 0, generating: 0 }) }
+    pub(super) fn new() -> Self {
+        Self { seen: Mutex::default() }
     }
 
     /// The server is asked something that it has to compute.
-    pub(super) fn asks(&self, now: Instant) -> Asking<'_> {
+    pub(super) fn asks(&self) -> Asking<'_> {
         let mut seen = self.seen.lock();
         seen.asked += 1;
         if seen.asked == 1 {
-            seen.last = now;
+            seen.silence = Duration::ZERO;
         }
         Asking { pulse: self, generates: false }
     }
@@ -52,16 +57,22 @@ impl Pulse {
     /// Takes what its page says.
     pub(super) fn page(&self, figures: Figures, now: Instant) {
         let mut seen = self.seen.lock();
-        if seen.figures != figures {
-            (seen.figures, seen.last) = (figures, now);
-        }
+        let gap = seen.looked.replace(now).map_or(Duration::ZERO, |last| now.saturating_duration_since(last).min(GAP));
+        let alive = std::mem::replace(&mut seen.figures, figures) != figures || seen.asked == 0;
+        seen.silence = if alive { Duration::ZERO } else { seen.silence + gap };
     }
 
-    /// How many requests wait for a server that has had something to compute and has given no sign of life for longer than `limit`.
-    pub(super) fn hangs(&self, limit: Duration, now: Instant) -> Option<usize> {
+    /// Its page did not come, which says nothing: not that there are signs of life, and not that there are none.
+    pub(super) fn no_page(&self) {
+        self.seen.lock().looked = None;
+    }
+
+    /// How many requests wait for a server that has had something to compute and has given no sign of life for longer than
+    /// `limit`. Never of one whose page has no figures that move.
+    pub(super) fn hangs(&self, limit: Duration) -> Option<usize> {
         let seen = self.seen.lock();
-        let runs = seen.asked > 0 && seen.figures.running > 0 && seen.figures.moves.is_some();
-        (now.saturating_duration_since(seen.last) > limit && (runs || seen.generating > 0)).then_some(seen.asked)
+        let computes = seen.asked > 0 && (seen.figures.running > 0 || seen.generating > 0);
+        (seen.silence > limit && computes && seen.figures.moves.is_some()).then_some(seen.asked)
     }
 }
 
@@ -73,9 +84,9 @@ pub(super) struct Asking<'a> {
 
 impl Asking<'_> {
     /// Tokens have come.
-    pub(super) fn tokens(&mut self, now: Instant) {
+    pub(super) fn tokens(&mut self) {
         let mut seen = self.pulse.seen.lock();
-        seen.last = now;
+        seen.silence = Duration::ZERO;
         if !std::mem::replace(&mut self.generates, true) {
             seen.generating += 1;
         }
@@ -96,64 +107,73 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    /// Seconds after the beginning.
-    struct Clock(Instant);
-
-    impl Clock {
-        fn at(&self, seconds: u64) -> Instant {
-            self.0 + Duration::from_secs(seconds)
-        }
-    }
-
-    fn start() -> (Clock, Pulse) {
-        let clock = Clock(Instant::now());
-        let pulse = Pulse::new(clock.at(0));
-        (clock, pulse)
-    }
-
     fn figures(running: usize, moves: u64) -> Figures {
         Figures { running, moves: Some(moves) }
     }
 
+    /// Looks once a second.
+    struct Looks(Instant);
+
+    impl Looks {
+        fn find(&mut self, figures: Figures, seconds: u64, pulse: &Pulse) -> Option<usize> {
+            for _ in 0..seconds {
+                self.0 += Duration::from_secs(1);
+                pulse.page(figures, self.0);
+            }
+            pulse.hangs(LIMIT)
+        }
+    }
+
     #[test]
     fn one_that_has_nothing_to_do_does_not_hang() {
-        let (clock, pulse) = start();
+        let (pulse, mut looks) = (Pulse::new(), Looks(Instant::now()));
         // An old figure of an engine that is idle.
-        pulse.page(figures(1, 7), clock.at(0));
-        assert_eq!(pulse.hangs(LIMIT, clock.at(600)), None);
-        let _asking = pulse.asks(clock.at(600));
-        assert_eq!(pulse.hangs(LIMIT, clock.at(640)), None, "it has had less time than that");
-        assert_eq!(pulse.hangs(LIMIT, clock.at(661)), Some(1));
+        assert_eq!(looks.find(figures(1, 7), 600, &pulse), None);
+        let _asking = pulse.asks();
+        assert_eq!(looks.find(figures(1, 7), 60, &pulse), None, "it has had no more time than that");
+        assert_eq!(looks.find(figures(1, 7), 1, &pulse), Some(1));
     }
 
     #[test]
     fn a_long_prompt_that_moves_figures_is_no_hang() {
-        let (clock, pulse) = start();
-        let _asking = pulse.asks(clock.at(0));
+        let (pulse, mut looks) = (Pulse::new(), Looks(Instant::now()));
+        let _asking = pulse.asks();
         for step in 0..5 {
-            pulse.page(figures(1, step), clock.at(step * 40));
-            assert_eq!(pulse.hangs(LIMIT, clock.at(step * 40 + 39)), None);
+            assert_eq!(looks.find(figures(1, step), 50, &pulse), None);
         }
-        pulse.page(figures(1, 4), clock.at(200));
-        assert_eq!(pulse.hangs(LIMIT, clock.at(221)), Some(1));
+        assert_eq!(looks.find(figures(1, 4), 20, &pulse), Some(1));
     }
 
     #[test]
     fn a_request_that_waits_for_another_server_is_no_hang() {
-        let (clock, pulse) = start();
-        let mut asking = pulse.asks(clock.at(0));
-        // Nothing runs, or the page says nothing of the engine's steps.
-        pulse.page(figures(0, 1), clock.at(0));
-        assert_eq!(pulse.hangs(LIMIT, clock.at(100)), None);
-        pulse.page(Figures { running: 1, moves: None }, clock.at(100));
-        assert_eq!(pulse.hangs(LIMIT, clock.at(200)), None);
+        let (pulse, mut looks) = (Pulse::new(), Looks(Instant::now()));
+        let mut asking = pulse.asks();
+        assert_eq!(looks.find(figures(0, 1), 100, &pulse), None, "nothing runs");
         // One that has begun waits for nobody.
-        asking.tokens(clock.at(300));
-        assert_eq!(pulse.hangs(LIMIT, clock.at(340)), None);
-        assert_eq!(pulse.hangs(LIMIT, clock.at(361)), Some(1));
-        let _other = pulse.asks(clock.at(362));
-        assert_eq!(pulse.hangs(LIMIT, clock.at(363)), Some(2), "one more says nothing");
+        asking.tokens();
+        assert_eq!(looks.find(figures(0, 1), 60, &pulse), None);
+        assert_eq!(looks.find(figures(0, 1), 1, &pulse), Some(1));
+        let _other = pulse.asks();
+        assert_eq!(pulse.hangs(LIMIT), Some(2), "one more says nothing");
         drop(asking);
-        assert_eq!(pulse.hangs(LIMIT, clock.at(500)), None);
+        assert_eq!(looks.find(figures(0, 1), 100, &pulse), None);
+    }
+
+    #[test]
+    fn what_is_not_known_is_no_hang() {
+        let (pulse, mut looks) = (Pulse::new(), Looks(Instant::now()));
+        let mut asking = pulse.asks();
+        asking.tokens();
+        assert_eq!(looks.find(Figures { running: 1, moves: None }, 600, &pulse), None, "its page has no figures");
+        assert_eq!(looks.find(figures(1, 1), 50, &pulse), None);
+        // Pages that do not come, and then a machine that stood still.
+        for _ in 0..100 {
+            pulse.no_page();
+            looks.0 += Duration::from_secs(1);
+        }
+        assert_eq!(looks.find(figures(1, 1), 1, &pulse), None);
+        looks.0 += Duration::from_secs(1000);
+        assert_eq!(looks.find(figures(1, 1), 5, &pulse), None);
+        assert_eq!(looks.find(figures(1, 1), 10, &pulse), Some(1), "it adds up to more than the limit");
     }
 }

@@ -4,12 +4,14 @@ use std::fmt;
 use std::time::Duration;
 
 use kv_hashing::BlockSize;
+use parking_lot::Mutex;
 use protocol::request_plane::{Generate, Stop};
 
 use super::dialect::Dialect;
 use super::http::{self, Server, Stage};
 use super::metrics::RemoteMetrics;
 use super::poll::AskError;
+use super::pulse::Figures;
 use super::watch::{NotReady, wait_until_ready};
 use super::{Remote, RemoteOptions, sglang, trtllm, vllm};
 use crate::config::{RemoteSettings, ServerKind};
@@ -75,17 +77,24 @@ pub async fn wait(settings: &RemoteSettings) -> Result<Ready, ConnectError> {
 /// As [`wait`], for a server that hung: it says that it is ready all the time, and is when it answers a request of one token.
 pub async fn wait_until_it_computes(settings: &RemoteSettings) -> Result<Ready, ConnectError> {
     let hung = wait(settings).await?;
-    wait_until_ready(&settings.url, settings.start_max, || hung.computes(settings.stall_max)).await?;
+    let still = Mutex::new(None);
+    wait_until_ready(&settings.url, settings.start_max, || hung.computes(settings.stall_max, &still)).await?;
     // It may be another process meanwhile, of other sizes.
     wait(settings).await
 }
 
 impl Ready {
-    /// Asks for one token. A server that does only one half of requests cannot be tried, and is believed.
-    async fn computes(&self, limit: Duration) -> Result<(), AskError> {
+    /// Asks for one token. A server that does only one half of requests cannot be tried: it computes when nothing runs there any
+    /// more, or figures have moved since the first look, which `first` keeps.
+    async fn computes(&self, limit: Duration, first: &Mutex<Option<Figures>>) -> Result<(), AskError> {
         let stop = Some(Stop { max_tokens: 1, ..Stop::default() });
         let request = Generate { request_id: "trial".into(), token_ids: vec![0], stop, ..Generate::default() };
-        let Ok(calls) = self.dialect.calls(&request, 0) else { return Ok(()) };
+        let Ok(calls) = self.dialect.calls(&request, 0) else {
+            let page = self.server.page(self.dialect.load_path()).await?;
+            let figures = self.dialect.load(&String::from_utf8_lossy(&page)).figures();
+            let moved = *first.lock().get_or_insert(figures) != figures;
+            return if moved || figures.running == 0 { Ok(()) } else { Err(AskError::Still) };
+        };
         let answer = self.server.call(&calls.main, Stage::FirstToken, limit).await?;
         let status = answer.status();
         let body = http::read_whole(answer.into_body(), Stage::FirstToken, limit).await?;

@@ -277,7 +277,7 @@ impl<'a> Answer<'a> {
             shared,
             outputs,
             counted: shared.load.begin(request.token_ids.len() - reused_blocks * size),
-            asking: shared.pulse.asks(std::time::Instant::now()),
+            asking: shared.pulse.asks(),
             prompt_tokens: checked.prompt_tokens,
             given: request.token_ids.len(),
             generated: 0,
@@ -363,7 +363,7 @@ impl<'a> Answer<'a> {
     fn take(&mut self, text: &[u8]) -> Result<(), Trouble> {
         let mut piece = self.shared.dialect.read(text).map_err(Trouble::Refused)?;
         if !piece.tokens.is_empty() {
-            self.asking.tokens(std::time::Instant::now());
+            self.asking.tokens();
         }
         self.leave_out(&mut piece)?;
         if !piece.logprobs.is_empty() && piece.logprobs.len() != piece.tokens.len() {

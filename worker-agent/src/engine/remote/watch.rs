@@ -6,7 +6,6 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::http::HttpError;
-use super::pulse::Figures;
 use super::{Loss, Shared};
 
 /// Time between two checks while all is well, and between two looks at the load.
@@ -98,15 +97,15 @@ async fn hangs(shared: &Shared) -> Loss {
             Ok(page) => {
                 let busy = shared.dialect.load(&String::from_utf8_lossy(&page));
                 shared.load.said(busy);
-                let figures = Figures { running: busy.running, moves: busy.moves };
-                shared.pulse.page(figures, std::time::Instant::now());
+                shared.pulse.page(busy.figures(), std::time::Instant::now());
             }
             Err(error) => {
+                shared.pulse.no_page();
                 shared.metrics.failed_checks.inc();
                 tracing::debug!(%error, "the engine does not tell its load");
             }
         }
-        if let Some(requests) = shared.pulse.hangs(limit, std::time::Instant::now()) {
+        if let Some(requests) = shared.pulse.hangs(limit) {
             shared.metrics.hung.inc();
             return Loss::Hung { limit, requests };
         }

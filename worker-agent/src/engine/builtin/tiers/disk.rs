@@ -87,7 +87,7 @@ impl Disk {
             let path = path.to_path_buf();
             move |error| DiskError::Io { path, error }
         };
-        orphans::settle(dir, SystemTime::now());
+        orphans::settle(dir, format, SystemTime::now());
         let lock = lock(dir)?;
         let open = |name: &str| {
             let path = dir.join(name);

@@ -14,7 +14,7 @@ use crate::engine::builtin::{BlockId, Chunk};
 const TILE: usize = 128;
 /// Most positions that a batch of several tiles picks, padding included: 256 MiB of keys and values for eight heads of 128.
 const MOST_POSITIONS: usize = 1 << 15;
-/// Most scores of a batch of several tiles: 256 MiB.
+/// Most scores of a batch: 256 MiB, of which there are a few copies at once.
 const MOST_SCORES: usize = 1 << 26;
 /// Picks nothing: zeros.
 const NOWHERE: u32 = u32::MAX;
@@ -71,7 +71,7 @@ impl Plan {
         block_size: usize,
         skip: impl Fn(&Chunk<'_>) -> usize,
     ) -> candle_core::Result<Self> {
-        let mut tiles = tiles(chunks, skip);
+        let mut tiles = tiles(chunks, config.heads, skip);
         let mut rows: Vec<usize> = Vec::new();
         tiles.sort_by_key(|tile| (tile.count, tile.end()));
         let mut batches = Vec::new();
@@ -123,16 +123,18 @@ fn softmax(scores: &Tensor) -> candle_core::Result<Tensor> {
     exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)
 }
 
-fn tiles<'a>(chunks: &[Chunk<'a>], skip: impl Fn(&Chunk<'_>) -> usize) -> Vec<Tile<'a>> {
+fn tiles<'a>(chunks: &[Chunk<'a>], heads: usize, skip: impl Fn(&Chunk<'_>) -> usize) -> Vec<Tile<'a>> {
     let mut tiles = Vec::new();
     let mut row = 0;
     for chunk in chunks {
         let tokens = chunk.tokens.len();
-        tiles.extend((skip(chunk)..tokens).step_by(TILE).map(|first| Tile {
+        // Of a long sequence fewer at once.
+        let most = (MOST_SCORES / (heads * (chunk.start + tokens)).max(1)).clamp(1, TILE);
+        tiles.extend((skip(chunk)..tokens).step_by(most).map(|first| Tile {
             blocks: chunk.blocks,
             start: chunk.start + first,
             row: row + first,
-            count: TILE.min(tokens - first),
+            count: most.min(tokens - first),
         }));
         row += tokens;
     }

@@ -28,6 +28,9 @@ pub(super) struct Read {
     pub(super) outdated: bool,
 }
 
+/// So many times what one step copies, 1 GB, comes from a slow disk while a sequence waits for it.
+const IN_TIME: usize = 32;
+
 /// What a sequence learns of the block that it asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
@@ -94,13 +97,13 @@ impl Catalog {
         Found::Later
     }
 
-    /// Whether all these blocks can be had, and some of them from disk alone.
+    /// Whether all these blocks can be had while a sequence waits, and some of them from disk alone.
     pub fn all_below_and_some_on_disk(&self, mut blocks: impl Iterator<Item = SequenceHash>) -> bool {
-        let mut on_disk = false;
+        let mut on_disk = 0;
         blocks.all(|hash| {
-            on_disk |= self.host.place(hash).is_none();
+            on_disk += usize::from(self.host.place(hash).is_none());
             self.has(hash)
-        }) && on_disk
+        }) && (1..=IN_TIME * self.sizes.per_step).contains(&on_disk)
     }
 
     /// Begins to read a block that the caller will soon ask for, if it is on disk only; false when there is no use in asking

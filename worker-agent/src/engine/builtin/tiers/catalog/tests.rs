@@ -257,3 +257,14 @@ fn all_that_is_copied_between_two_steps_and_in_the_next_has_one_bound() {
     catalog.end_step();
     assert_eq!(catalog.usage().host.onboarded, 5);
 }
+
+#[test]
+fn a_disk_that_cannot_bring_all_in_time_is_not_waited_for() {
+    let path = path(1, 33);
+    let sizes = Sizes { host: 0, disk: 40, writes: 1, reads: 1, per_step: 1 };
+    let (catalog, _) = on_disk(sizes, &path);
+    let hashes = |count: usize| path[..count].iter().map(|block| block.hash);
+    assert!(catalog.all_below_and_some_on_disk(hashes(32)));
+    assert!(!catalog.all_below_and_some_on_disk(hashes(33)));
+    assert!(!catalog.all_below_and_some_on_disk(hashes(0)), "nothing is missing");
+}

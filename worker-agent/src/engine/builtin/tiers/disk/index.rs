@@ -23,8 +23,8 @@ pub(super) const ENTRY: usize = 64;
 const MAGIC: u64 = u64::from_le_bytes(*b"ARMKV\0\0\x01");
 
 /// Whether a file that begins so is an index, of this layout or another.
-pub(super) fn is_ours(start: [u8; 8]) -> bool {
-    start[..7] == MAGIC.to_le_bytes()[..7]
+pub(super) fn is_ours(header: &[u8; ENTRY]) -> bool {
+    header[..7] == MAGIC.to_le_bytes()[..7]
 }
 
 /// Seed of the header's checksum; no place has it.

@@ -115,6 +115,16 @@ fn a_worker_with_a_new_name_takes_over_what_the_last_one_to_go_has_left() {
 }
 
 #[test]
+fn a_cache_of_another_model_is_left_to_its_workers() {
+    let volume = Volume::new();
+    let blocks = filled(&volume.own("mine"));
+    let other = DiskFormat { fingerprint: 8, ..FORMAT };
+    assert!(open(&volume.at("other"), other, 8).1.is_empty());
+    assert!(volume.at("mine").exists());
+    assert_eq!(open(&volume.at("new"), FORMAT, 8).1, blocks);
+}
+
+#[test]
 fn what_nobody_has_used_for_a_day_is_deleted_and_nothing_else() {
     let volume = Volume::new();
     for name in ["old", "young", "mixed"] {
