@@ -26,7 +26,7 @@ mod watch;
 use std::collections::HashMap;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use engine_feed::{CollectorCounters, EventSource, Feed};
 use parking_lot::Mutex;
