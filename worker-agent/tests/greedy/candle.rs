@@ -21,7 +21,7 @@ fn candle_s_greedy_tokens_are_llama_cpp_s() {
     let short = references().into_iter().filter(|reference| reference.prompt.len() <= PROMPT);
     let references: Vec<_> = short.take(PROMPTS).collect();
     let total_blocks = references.iter().map(Reference::blocks).sum();
-    let gguf = Gguf::open(model()).expect("the model opens");
+    let gguf = Gguf::open(model::path()).expect("the model opens");
     let options = CandleOptions { device: CandleDevice::Cpu, block_size: BLOCK_SIZE, total_blocks };
     let mut candle = CandleLlama::from_gguf(&gguf, options).expect("the model loads");
     let mut next_block = 0;
