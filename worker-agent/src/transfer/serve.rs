@@ -185,10 +185,7 @@ impl Desk {
             match ask {
                 Ask::Pull(pull) => self.send_blocks(&mut socket, pull).await?,
                 Ask::Agent(()) => self.introduce(&mut socket).await?,
-                Ask::Locate(pull) => {
-                    limit = copies(&pull);
-                    held = Some(self.tell_places(&mut socket, pull, limit, nixl::BACKEND).await?);
-                }
+                Ask::Locate(pull) => (held, limit) = self.tell_places(&mut socket, pull, nixl::BACKEND).await?,
                 ask => {
                     self.release(ask)?;
                     (held, limit) = (None, IDLE);
@@ -218,10 +215,7 @@ impl Desk {
         let (mut held, mut limit) = (None, IDLE);
         while let Some(ask) = next(&mut socket, limit, drain).await? {
             match ask {
-                Ask::Pull(pull) => {
-                    limit = copies(&pull);
-                    held = Some(self.tell_places(&mut socket, pull, limit, shm::BACKEND).await?);
-                }
+                Ask::Pull(pull) => (held, limit) = self.tell_places(&mut socket, pull, shm::BACKEND).await?,
                 ask => {
                     self.release(ask)?;
                     (held, limit) = (None, IDLE);
@@ -305,14 +299,14 @@ impl Desk {
         Ok(())
     }
 
-    /// Says where the blocks are; they stay there while the lease that is returned lives.
+    /// Says where the blocks are. They stay there while the lease that is returned lives: so long the client may read them.
     async fn tell_places(
         &self,
         socket: &mut (impl AsyncRead + AsyncWrite + Unpin),
         pull: Pull,
-        limit: Duration,
         backend: &'static str,
-    ) -> Result<Arc<Lease>, Ended> {
+    ) -> Result<(Option<Arc<Lease>>, Duration), Ended> {
+        let limit = copies(&pull);
         let (lease, indexes) = self.find(socket, &pull).await?;
         let sent = self.metrics.sent_bytes(backend);
         // The client copies what it has been told while the next checksums are computed. Not each place for itself: many small
@@ -332,7 +326,7 @@ impl Desk {
         }
         sent.inc_by(told as u64);
         write_within(socket, places, limit).await?;
-        Ok(lease)
+        Ok((Some(lease), limit))
     }
 }
 
