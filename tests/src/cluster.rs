@@ -1,5 +1,6 @@
 //! The test cluster as its user sees it: kubectl, helm and curl inside its namespaces.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::Duration;
@@ -71,6 +72,8 @@ pub async fn ready_pods(namespace: &str, selector: &str) -> anyhow::Result<Vec<S
 /// A Service that routers stand behind. Requests start inside the cluster and go through its virtual address.
 #[derive(Clone, Debug)]
 pub struct Service {
+    namespace: String,
+    name: String,
     base: String,
 }
 
@@ -79,7 +82,16 @@ impl Service {
     pub async fn find(namespace: &str, name: &str) -> anyhow::Result<Self> {
         let path = "jsonpath={.spec.clusterIP}:{.spec.ports[0].port}";
         let address = kubectl(&["get", "service", name, "--namespace", namespace, "--output", path]).await?;
-        Ok(Self { base: format!("http://{address}") })
+        Ok(Self { namespace: namespace.to_owned(), name: name.to_owned(), base: format!("http://{address}") })
+    }
+
+    /// Addresses of the pods that kube-proxy of the node where requests start sends connections to.
+    pub async fn leads_to(&self) -> anyhow::Result<BTreeSet<String>> {
+        let rules = inside(&["iptables-save", "--table", "nat"], "").await?;
+        let comment = format!("--comment \"{}/{}:", self.namespace, self.name);
+        let targets = rules.lines().filter(|rule| rule.contains(&comment));
+        let targets = targets.filter_map(|rule| rule.split_once("--to-destination ")?.1.split_once(':'));
+        Ok(targets.map(|(address, _)| address.to_owned()).collect())
     }
 
     /// GETs a path; fails unless the answer is 200.

@@ -67,9 +67,9 @@ impl Drop for ShowOnPanic {
         let Some(xtask) = xtask else { return };
         for words in [
             "kubectl get md,wp,dwm,pods,services --all-namespaces --output wide",
-            "kubectl get events --all-namespaces --sort-by .lastTimestamp",
-            "kubectl logs --namespace armature-system --selector app.kubernetes.io/name=armature --tail 60",
-            "kubectl logs --namespace demo --selector armature.dev/deployment --prefix --tail 40",
+            "kubectl get events --all-namespaces --field-selector type=Warning --sort-by .lastTimestamp",
+            "kubectl logs --namespace armature-system --selector app.kubernetes.io/name=armature --tail 20",
+            "kubectl logs --namespace demo --selector armature.dev/deployment --prefix --tail 10",
         ] {
             let shown = std::process::Command::new(&xtask).args(["cluster", "in"]).args(words.split(' ')).output();
             let text = shown.map(|output| [output.stdout, output.stderr].concat()).unwrap_or_default();
@@ -191,7 +191,14 @@ async fn deleted_router(chat: &Service) {
         if now.len() == 2 && !now.contains(&before[0]) { Ok(()) } else { Err(anyhow::anyhow!("{now:?}")) }
     })
     .await;
-    // The Service knows both by now, and a router is ready only with a view of the workers.
+    // kube-proxy watches again only after a pause that grows with each death of the API server.
+    until("the Service leads to these two", ROLLOUT, || async {
+        let pods: BTreeSet<_> = addresses(routers).await?.into_iter().collect();
+        let led_to = chat.leads_to().await?;
+        if led_to == pods { Ok(()) } else { Err(anyhow::anyhow!("{led_to:?}, not {pods:?}")) }
+    })
+    .await;
+    // A router is ready only with a view of the workers.
     for _ in 0..6 {
         chat.chat("chat", &[message("user", "Hi")], 1).await.expect("both routers answer");
     }
@@ -309,6 +316,12 @@ async fn halves() {
     };
     let ((), answered) = under_traffic(&service, "halves", replaced).await;
     println!("{answered} requests answered meanwhile");
+}
+
+/// Addresses of pods.
+async fn addresses(selector: &str) -> anyhow::Result<Vec<String>> {
+    let pods = objects(DEMO, "pods", selector).await?;
+    Ok(pods.iter().filter_map(|pod| Some(pod["status"]["podIP"].as_str()?.to_owned())).collect())
 }
 
 /// Name and node of each pod.

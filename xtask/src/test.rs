@@ -281,7 +281,8 @@ const NEXTEST: [&str; 4] = ["nextest", "run", "--release", "--cargo-quiet"];
 
 fn nextest(selection: &[&str]) -> anyhow::Result<std::process::Command> {
     let mut nextest = command(setup::nextest()?);
-    nextest.args(NEXTEST).args(selection);
+    // Errors say what went wrong without a stack of their own; panics keep theirs.
+    nextest.args(NEXTEST).args(selection).env("RUST_LIB_BACKTRACE", "0");
     Ok(nextest)
 }
 
