@@ -203,7 +203,8 @@ pub(crate) fn render_chat(
     messages: &[Message],
 ) -> Result<Result<Vec<u32>, PromptError>, ApiError> {
     let tools = check_tools(request)?;
-    let contents: Vec<Option<Content>> = messages.iter().map(|message| message.content.as_ref().map(content)).collect();
+    let contents: Vec<Option<Content<'_>>> =
+        messages.iter().map(|message| message.content.as_ref().map(content)).collect();
     let mut input = TemplateInput {
         tools,
         add_generation_prompt: request.add_generation_prompt.unwrap_or(true),
@@ -224,10 +225,12 @@ pub(crate) fn render_chat(
     Ok(model.encode_chat(&input))
 }
 
-fn content(content: &MessageContent) -> Content {
-    let text = |part: &ContentPart| part.text.clone().or_else(|| part.refusal.clone()).unwrap_or_default();
+fn content(content: &MessageContent) -> Content<'_> {
+    fn text(part: &ContentPart) -> &str {
+        part.text.as_deref().or(part.refusal.as_deref()).unwrap_or_default()
+    }
     match content {
-        MessageContent::Text(text) => Content::Text(text.clone()),
+        MessageContent::Text(text) => Content::Text(text),
         MessageContent::Parts(parts) => Content::Parts(parts.iter().map(text).collect()),
     }
 }

@@ -35,13 +35,17 @@ enum Command {
     OpenaiWorker(openai_worker::Options),
 }
 
-#[tokio::main]
-async fn main() -> anyhow::Result<()> {
-    // Unwinding ends the processes that were started.
-    tokio::select! {
-        result = run(Command::parse()) => result,
-        result = stopped() => result.and_then(|()| anyhow::bail!("stopped")),
-    }
+fn main() -> anyhow::Result<()> {
+    let command = Command::parse();
+    // One thread for each process here: what is measured needs the cores, and threads that look for work take them.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        // Unwinding ends the processes that were started.
+        tokio::select! {
+            result = run(command) => result,
+            result = stopped() => result.and_then(|()| anyhow::bail!("stopped")),
+        }
+    })
 }
 
 async fn run(command: Command) -> anyhow::Result<()> {

@@ -6,14 +6,14 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use kv_hashing::{BlockHash, SequenceHash, sequence_hashes};
+use kv_hashing::{BlockHash, sequence_hashes};
 
 use crate::event::{EngineHash, KvEventData, StoredBlock, Tier, WorkerId, WorkerRank};
-use crate::hash::HashBuilder;
 use crate::overlap::Applied;
+use crate::runs::{RunId, Runs};
 use crate::tree::{self, Limits, Reader, Stats, Writer};
 
 /// When a predicted block ends.
@@ -25,31 +25,30 @@ pub enum Policy {
     Lru,
 }
 
-/// Hashes queued for each block held, at most, before stale ones are sorted out.
+/// Predictions queued for each block held, at most, before stale ones are sorted out.
 const STALE: usize = 4;
 
 /// Queue lengths below this are not worth sorting out.
 const SHORT: usize = 1024;
 
-/// Blocks that one request was predicted to leave.
+/// One request that was predicted to leave its blocks.
 #[derive(Debug)]
 struct Prediction {
     number: u64,
     at: Duration,
-    /// In order of the prompt.
-    blocks: Vec<SequenceHash>,
+    /// Where its blocks end.
+    last: RunId,
 }
 
 /// The predictions of one rank.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Lane {
     capacity: usize,
     /// Oldest first.
     queue: VecDeque<Prediction>,
-    /// Hashes in `queue`.
-    queued: usize,
-    /// The newest prediction that names a block; its keys are the blocks held.
-    newest: HashMap<SequenceHash, u64, HashBuilder>,
+    /// The blocks held, with the number, from 1, of the newest prediction that names them. Whatever names a block names those before it, so
+    /// numbers never rise along a sequence.
+    newest: Runs<u64>,
 }
 
 /// Predicts; matches are found through the [`Reader`] that came with it.
@@ -80,18 +79,17 @@ impl Predictor {
         self.shrink(rank);
     }
 
-    /// A prompt with these local hashes goes to `rank`, which will hold its blocks; of more than its capacity, the first. Cost: two
-    /// table operations a block.
+    /// A prompt with these local hashes goes to `rank`, which will hold its blocks; of more than its capacity, the first. Cost: that
+    /// of storing them in the tree, and [`Runs::insert`].
     pub fn predict(&mut self, rank: WorkerRank, blocks: &[BlockHash], now: Duration) -> Applied {
-        let number = self.predictions;
         self.predictions += 1;
+        let number = self.predictions;
         let lane = self.lane(rank);
         let blocks = &blocks[..blocks.len().min(lane.capacity)];
         let sequences = sequence_hashes(blocks);
         // They are the newest now, so that making room does not take them.
-        lane.newest.extend(sequences.iter().map(|sequence| (*sequence, number)));
-        lane.queued += sequences.len();
-        lane.queue.push_back(Prediction { number, at: now, blocks: sequences.clone() });
+        let last = lane.newest.insert(&sequences, |newest, _| *newest = number);
+        lane.queue.extend(last.map(|last| Prediction { number, at: now, last }));
         self.shrink(rank);
         let run = sequences.iter().zip(blocks);
         let blocks = run.map(|(sequence, local)| StoredBlock { engine: EngineHash(sequence.0), local: *local });
@@ -126,7 +124,7 @@ impl Predictor {
     /// Forgets what one rank was predicted to hold.
     pub fn remove_rank(&mut self, rank: WorkerRank) -> usize {
         if let Some(lane) = self.lanes.get_mut(&rank) {
-            (lane.queue, lane.queued, lane.newest) = Default::default();
+            (lane.queue, lane.newest) = Default::default();
         }
         self.tree.remove_rank(rank)
     }
@@ -143,66 +141,58 @@ impl Predictor {
 
     fn lane(&mut self, rank: WorkerRank) -> &mut Lane {
         let capacity = self.capacity;
-        self.lanes.entry(rank).or_insert_with(|| Lane {
-            capacity,
-            queue: VecDeque::new(),
-            queued: 0,
-            newest: HashMap::default(),
-        })
+        self.lanes.entry(rank).or_insert_with(|| Lane { capacity, ..Lane::default() })
     }
 
     /// Makes a rank hold no more than it may.
     fn shrink(&mut self, rank: WorkerRank) {
         let Some(lane) = self.lanes.get_mut(&rank) else { return };
-        while lane.newest.len() > lane.capacity {
-            let excess = lane.newest.len() - lane.capacity;
-            if drop_oldest(&mut self.tree, rank, lane, excess) == 0 && lane.queue.is_empty() {
-                break;
-            }
+        while lane.newest.blocks() > lane.capacity && !lane.queue.is_empty() {
+            let excess = lane.newest.blocks() - lane.capacity;
+            drop_oldest(&mut self.tree, rank, lane, excess);
         }
-        if lane.queued > STALE * lane.newest.len().max(SHORT) {
+        if lane.queue.len() > STALE * lane.newest.blocks().max(SHORT) {
             lane.sort_out();
         }
     }
 }
 
 impl Lane {
-    /// A table of hashes and numbers, of which an eighth is always free, with a byte for each place; and the queue.
     fn bytes(&self) -> usize {
-        let places = self.newest.capacity() / 7 * 8;
-        places * (size_of::<(SequenceHash, u64)>() + 1)
-            + self.queue.capacity() * size_of::<Prediction>()
-            + self.queued * size_of::<SequenceHash>()
+        self.newest.bytes() + self.queue.capacity() * size_of::<Prediction>()
     }
 
-    /// Keeps of each prediction what no later one names.
+    /// Keeps the predictions that some block was not named after.
     fn sort_out(&mut self) {
         let Self { queue, newest, .. } = self;
-        for prediction in queue.iter_mut() {
-            let number = prediction.number;
-            prediction.blocks.retain(|sequence| newest.get(sequence) == Some(&number));
-            prediction.blocks.shrink_to_fit();
-        }
-        queue.retain(|prediction| !prediction.blocks.is_empty());
-        self.queued = queue.iter().map(|prediction| prediction.blocks.len()).sum();
+        queue.retain(|prediction| *newest.get(prediction.last).0 == prediction.number);
     }
 }
 
 /// Drops the end of the oldest prediction, at most `most` blocks that no later one names; returns how many.
 fn drop_oldest(tree: &mut Writer, rank: WorkerRank, lane: &mut Lane, most: usize) -> usize {
-    let Some(mut oldest) = lane.queue.pop_front() else { return 0 };
+    let Some(oldest) = lane.queue.front_mut() else { return 0 };
     let mut gone = Vec::new();
-    while gone.len() < most
-        && let Some(sequence) = oldest.blocks.pop()
-    {
-        lane.queued -= 1;
-        if lane.newest.get(&sequence) == Some(&oldest.number) {
-            lane.newest.remove(&sequence);
-            gone.push(EngineHash(sequence.0));
+    let ended = loop {
+        let (newest, blocks) = lane.newest.get(oldest.last);
+        if *newest != oldest.number {
+            break true;
         }
-    }
-    if !oldest.blocks.is_empty() {
-        lane.queue.push_front(oldest);
+        if gone.len() == most {
+            break false;
+        }
+        // Nothing follows the run: it would be of an older prediction, and those have been dropped.
+        let keep = blocks.len().saturating_sub(most - gone.len());
+        let (dropped, before) = lane.newest.shorten(oldest.last, keep);
+        gone.extend(dropped.iter().rev().map(|sequence| EngineHash(sequence.0)));
+        match before {
+            Some(before) => oldest.last = before,
+            None if keep == 0 => break true,
+            None => {}
+        }
+    };
+    if ended {
+        lane.queue.pop_front();
     }
     let dropped = gone.len();
     if dropped > 0 {

@@ -163,7 +163,7 @@ impl ActiveLoad {
         self.own
     }
 
-    /// Books a request. Cost: one lookup for each block of its prompt.
+    /// Books a request. Cost: a comparison for each block of its prompt, and a copy of those that nobody else uses.
     pub fn book(&mut self, new: NewBooking) -> BookingId {
         let NewBooking { request, rank, prompt, prefill_tokens, expected_output_tokens } = new;
         let (output_tokens, prefill_completed) = (0, false);

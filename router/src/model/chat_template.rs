@@ -36,11 +36,11 @@ pub struct ChatTemplate {
 
 /// Content of a message.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Content {
+pub enum Content<'a> {
     /// One text.
-    Text(String),
+    Text(&'a str),
     /// Texts of the parts.
-    Parts(Vec<String>),
+    Parts(Vec<&'a str>),
 }
 
 /// A message as the template sees it.
@@ -49,7 +49,7 @@ pub struct TemplateMessage<'a> {
     /// `system`, `user`, `assistant`, `tool`, …
     pub role: &'a str,
     /// What it says.
-    pub content: Option<&'a Content>,
+    pub content: Option<&'a Content<'a>>,
     /// Everything else: `name`, `tool_calls`, `tool_call_id`, …
     pub fields: Vec<(&'a str, Cow<'a, Json>)>,
 }
@@ -133,8 +133,8 @@ impl ChatTemplate {
             takes_text: true,
             takes_parts: false,
         };
-        template.takes_text = template.probe(&Content::Text(PROBE.into()), true, false);
-        template.takes_parts = template.probe(&Content::Parts(vec![PROBE.into()]), false, true);
+        template.takes_text = template.probe(&Content::Text(PROBE), true, false);
+        template.takes_parts = template.probe(&Content::Parts(vec![PROBE]), false, true);
         // A template that refuses the probe (it wants a system message, say) is taken as one for plain text.
         template.takes_text |= !template.takes_parts;
         template.learn_assembled();
@@ -142,7 +142,7 @@ impl ChatTemplate {
     }
 
     /// Whether content of this form comes out as its text.
-    fn probe(&mut self, content: &Content, takes_text: bool, takes_parts: bool) -> bool {
+    fn probe(&mut self, content: &Content<'_>, takes_text: bool, takes_parts: bool) -> bool {
         (self.takes_text, self.takes_parts) = (takes_text, takes_parts);
         let message = TemplateMessage { role: "user", content: Some(content), fields: Vec::new() };
         let input = TemplateInput { messages: vec![message], ..Default::default() };
@@ -151,7 +151,7 @@ impl ChatTemplate {
 
     /// Has the template render conversations of every role, with and without tools, for `origin` to learn from.
     fn learn_assembled(&mut self) {
-        let content = Content::Text(PROBE.into());
+        let content = Content::Text(PROBE);
         let function = json!({"type": "function", "function": {"name": PROBE, "description": PROBE,
             "parameters": {"type": "object", "properties": {}}}});
         let calls = json!([{"type": "function", "id": PROBE, "function": {"name": PROBE, "arguments": {}}}]);
@@ -211,9 +211,9 @@ impl ChatTemplate {
         Value::from_pairs(fields)
     }
 
-    fn content(&self, content: Option<&Content>) -> Value {
-        let parts = |texts: &[String]| -> Value {
-            let part = |text: &String| {
+    fn content(&self, content: Option<&Content<'_>>) -> Value {
+        let parts = |texts: &[&str]| -> Value {
+            let part = |text: &&str| {
                 let fields: [(Value, Value); 2] = [("type".into(), "text".into()), ("text".into(), self.text(text))];
                 Value::from_pairs(fields)
             };

@@ -43,7 +43,7 @@ mod tests {
     use crate::model::chat_template::{Content, TemplateInput, TemplateMessage};
 
     fn ids(messages: &[(&str, &str)]) -> Vec<u32> {
-        let contents: Vec<Content> = messages.iter().map(|(_, text)| Content::Text((*text).to_owned())).collect();
+        let contents: Vec<Content<'_>> = messages.iter().map(|(_, text)| Content::Text(text)).collect();
         let message = |((role, _), content)| TemplateMessage { role, content: Some(content), fields: Vec::new() };
         let messages = messages.iter().copied().zip(&contents).map(message).collect();
         let input = TemplateInput { messages, add_generation_prompt: true, ..TemplateInput::default() };

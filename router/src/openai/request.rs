@@ -234,13 +234,39 @@ pub struct Message {
 }
 
 /// `content` of a message.
-#[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "expected a string or an array of content parts")]
+#[derive(Debug)]
 pub enum MessageContent {
     /// A text.
     Text(String),
     /// Parts.
     Parts(Vec<ContentPart>),
+}
+
+impl<'de> Deserialize<'de> for MessageContent {
+    /// Not derived as an untagged enum: that would copy a long text once more.
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<MessageContent, D::Error> {
+        struct ContentVisitor;
+        impl<'de> Visitor<'de> for ContentVisitor {
+            type Value = MessageContent;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("a string or an array of content parts")
+            }
+
+            fn visit_str<E: Error>(self, text: &str) -> Result<MessageContent, E> {
+                Ok(MessageContent::Text(text.to_owned()))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<MessageContent, A::Error> {
+                let mut parts = Vec::new();
+                while let Some(part) = seq.next_element()? {
+                    parts.push(part);
+                }
+                Ok(MessageContent::Parts(parts))
+            }
+        }
+        deserializer.deserialize_any(ContentVisitor)
+    }
 }
 
 /// A part of a message's content.

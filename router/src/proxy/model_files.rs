@@ -109,7 +109,7 @@ mod tests {
             vec![with(json!("{{ 'old' }}")), ("chat_template.jinja", json!(TEMPLATE))],
         ] {
             let model = load_from(&directory(json!({}), &files)).expect("loads");
-            let content = Content::Text("ab".into());
+            let content = Content::Text("ab");
             let message = TemplateMessage { role: "user", content: Some(&content), fields: Vec::new() };
             let input = TemplateInput { messages: vec![message], ..TemplateInput::default() };
             assert_eq!(model.encode_chat(&input).expect("renders"), [2, 0, 1]);

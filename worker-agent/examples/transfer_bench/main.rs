@@ -36,7 +36,7 @@ struct Arguments {
 fn arguments() -> Result<Arguments, Failure> {
     let mut args = std::env::args().skip(1);
     let usage = "usage: transfer_bench MODEL [--tokens N] [--reps N] [--rounds N]";
-    let mut parsed = Arguments { model: args.next().ok_or(usage)?, tokens: 1024, reps: 20, rounds: 4 };
+    let mut parsed = Arguments { model: args.next().ok_or(usage)?, tokens: 1024, reps: 20, rounds: 9 };
     while let Some(option) = args.next() {
         let value = args.next().ok_or(usage)?;
         match option.as_str() {
@@ -152,7 +152,8 @@ async fn beside_streams(pairs: &[Pair], threads: usize, rounds: usize) -> Result
             "streams": streams::STREAMS,
             "decode_ms": 1e3 * beside.calm.mean(),
             "decode_beside_transfers_ms": 1e3 * beside.busy.mean(),
-            "decode_slowdown_pct": 100.0 * (beside.busy.mean() / beside.calm.mean() - 1.0),
+            "decode_slowdown_pct": median(&beside.slowdowns),
+            "decode_slowdown_pct_rounds": beside.slowdowns,
             "decode_slowdown_p95_pct": 100.0 * (beside.busy.p95() / beside.calm.p95() - 1.0),
             "steps_beside_transfers": beside.busy.count(),
             "gb_s_beside_streams": gb / median(&beside.fetches),
@@ -181,9 +182,20 @@ fn table(lines: &[Value]) {
             cell(line, "of_limit_pct", " %"),
             cell(line, "decode_ms", " ms"),
             cell(line, "decode_beside_transfers_ms", " ms"),
-            cell(line, "decode_slowdown_pct", " %"),
+            slowdown(line),
         );
     }
+}
+
+/// The median of all rounds, and the middle half of them.
+fn slowdown(line: &Value) -> String {
+    let rounds = line["decode_slowdown_pct_rounds"].as_array().into_iter().flatten();
+    let mut rounds: Vec<f64> = rounds.filter_map(Value::as_f64).collect();
+    rounds.sort_by(f64::total_cmp);
+    let [Some(low), Some(high)] = [rounds.get(rounds.len() / 4), rounds.get(rounds.len() * 3 / 4)] else {
+        return String::new();
+    };
+    format!("{:.1} % ({low:.1} to {high:.1})", median(&rounds))
 }
 
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]

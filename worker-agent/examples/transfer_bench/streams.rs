@@ -50,6 +50,8 @@ impl Steps {
 pub(super) struct Beside {
     pub(super) calm: Steps,
     pub(super) busy: Steps,
+    /// How much longer steps were in each round, in percent: machines get faster and slower from one to the next.
+    pub(super) slowdowns: Vec<f64>,
     /// What fetches took beside the streams, in seconds.
     pub(super) fetches: Vec<f64>,
 }
@@ -78,16 +80,18 @@ async fn round(
         |seed| pair.to.engine.submit(generate(&prompt(STREAM_PROMPT, 100 * (number + 1) + seed), STREAM_TOKENS));
     let mut streams = (0..STREAMS).map(submit).collect::<Result<Vec<_>, _>>()?;
     steps(&mut streams, START, std::future::pending()).await;
-    beside.calm.0.extend(steps(&mut streams, CALM, std::future::pending()).await);
+    let mut calm = Steps(steps(&mut streams, CALM, std::future::pending()).await);
     let moving = async {
         for (source, reservation) in fetches {
             beside.fetches.push(pair.to.pull(transport.clone(), source, reservation).await?);
         }
         Ok::<_, Failure>(())
     };
-    let busy = steps(&mut streams, BUSY, moving).await;
-    beside.busy.0.extend(busy);
-    beside.calm.0.extend(steps(&mut streams, CALM, std::future::pending()).await);
+    let busy = Steps(steps(&mut streams, BUSY, moving).await);
+    calm.0.extend(steps(&mut streams, CALM, std::future::pending()).await);
+    beside.slowdowns.push(100.0 * (busy.mean() / calm.mean() - 1.0));
+    beside.calm.0.extend(calm.0);
+    beside.busy.0.extend(busy.0);
     Ok(())
 }
 

@@ -1,19 +1,21 @@
-//! The sums behind the load: per rank, and which rank's sequences use which prefix block.
+//! The sums behind the load, per rank.
 //!
-//! The shared blocks of all ranks are in one table, so that a prompt is compared with every rank by a few lookups in all, not a
+//! The shared blocks of all ranks are in one trie, so that a prompt is compared with every rank by a few lookups in all, not a
 //! few for each rank. What is added must be removed with the same values; the caller keeps them.
 
-use std::collections::HashMap;
-
 use kv_hashing::SequenceHash;
-use kv_index::{HashBuilder, WorkerRank};
+use kv_index::{Runs, WorkerRank};
 use smallvec::SmallVec;
 
 /// Place of a rank in [`Ledger::sums`]; reused when the rank is idle.
 type Slot = u32;
 
-/// Who uses a block, in order of slot: (slot, its sequences that do).
+/// Who uses the blocks of a run, in order of slot: (slot, its sequences that do).
 type Users = SmallVec<[(Slot, u32); 1]>;
+
+fn place_of(slot: Slot, users: &Users) -> Result<usize, usize> {
+    users.binary_search_by_key(&slot, |(slot, _)| *slot)
+}
 
 /// What one sequence adds to its rank.
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +51,7 @@ pub(super) struct Ledger {
     order: Vec<(WorkerRank, Slot)>,
     sums: Vec<Sums>,
     free: Vec<Slot>,
-    users: HashMap<SequenceHash, Users, HashBuilder>,
+    prefixes: Runs<Users>,
 }
 
 impl Ledger {
@@ -57,16 +59,13 @@ impl Ledger {
     pub(super) fn add(&mut self, rank: WorkerRank, share: Share<'_>) {
         let slot = self.slot_or_new(rank);
         let sums = &mut self.sums[slot as usize];
-        for block in share.shared {
-            let users = self.users.entry(*block).or_default();
-            match users.binary_search_by_key(&slot, |(slot, _)| *slot) {
-                Ok(at) => users[at].1 += 1,
-                Err(at) => {
-                    users.insert(at, (slot, 1));
-                    sums.shared += 1;
-                }
+        self.prefixes.insert(share.shared, |users, blocks| match place_of(slot, users) {
+            Ok(at) => users[at].1 += 1,
+            Err(at) => {
+                users.insert(at, (slot, 1));
+                sums.shared += blocks;
             }
-        }
+        });
         sums.private += share.private;
         sums.prefill_tokens += share.prefill_tokens;
         sums.requests += 1;
@@ -77,18 +76,16 @@ impl Ledger {
         let Some(at) = self.place(rank) else { return };
         let slot = self.order[at].1;
         let sums = &mut self.sums[slot as usize];
-        for block in share.shared {
-            let Some(users) = self.users.get_mut(block) else { continue };
-            let Ok(at) = users.binary_search_by_key(&slot, |(slot, _)| *slot) else { continue };
+        self.prefixes.release(share.shared, |users, blocks| {
+            let Ok(at) = place_of(slot, users) else { return false };
             users[at].1 -= 1;
             if users[at].1 == 0 {
                 users.remove(at);
-                sums.shared -= 1;
-                if users.is_empty() {
-                    self.users.remove(block);
-                }
+                sums.shared -= blocks;
             }
-        }
+            // Whoever uses what follows uses these blocks, too.
+            users.is_empty()
+        });
         sums.private -= share.private;
         sums.prefill_tokens -= share.prefill_tokens;
         sums.requests -= 1;
@@ -111,44 +108,31 @@ impl Ledger {
         self.place(rank).map_or_else(Sums::default, |at| self.sums[self.order[at].1 as usize])
     }
 
-    /// Leading blocks of `blocks` that sequences of `rank` use. Cost: a binary search, since whoever uses a block uses every
-    /// block before it.
+    /// Leading blocks of `blocks` that sequences of `rank` use.
     pub(super) fn depth(&self, rank: WorkerRank, blocks: &[SequenceHash]) -> usize {
         let Some(at) = self.place(rank) else { return 0 };
         let slot = self.order[at].1;
-        blocks.partition_point(|block| {
-            let users = self.users.get(block);
-            users.is_some_and(|users| users.binary_search_by_key(&slot, |(slot, _)| *slot).is_ok())
-        })
+        let mut depth = 0;
+        self.prefixes.walk(blocks, |users, end| {
+            let used = place_of(slot, users).is_ok();
+            if used {
+                depth = end;
+            }
+            used
+        });
+        depth
     }
 
-    /// [`Self::depth`] of every rank, into `depths`, for [`Cursor`]. The users of a block are among the users of the one before,
-    /// so where their number is equal they are the same, and the blocks between need no look. Cost: the users once, and a
-    /// binary search, for each length at which somebody falls out.
+    /// [`Self::depth`] of every rank, into `depths`, for [`Cursor`].
     pub(super) fn depths(&self, blocks: &[SequenceHash], depths: &mut Vec<u32>) {
         depths.clear();
         depths.resize(self.sums.len(), 0);
-        let users_at = |at: usize| self.users.get(&blocks[at]).map_or(&[][..], |users| users.as_slice());
-        let mut start = 0;
-        while start < blocks.len() {
-            let users = users_at(start);
-            if users.is_empty() {
-                break;
-            }
-            // Most prompts share a beginning that is short beside them: look near before looking far.
-            let mut step = 1;
-            let mut same = start;
-            while same + step < blocks.len() && users_at(same + step).len() == users.len() {
-                same += step;
-                step *= 2;
-            }
-            let beyond = &blocks[same + 1..(same + step).min(blocks.len())];
-            let more = beyond.partition_point(|block| self.users.get(block).is_some_and(|u| u.len() == users.len()));
-            start = same + more + 1;
+        self.prefixes.walk(blocks, |users, end| {
             for (slot, _) in users {
-                depths[*slot as usize] = start as u32;
+                depths[*slot as usize] = end as u32;
             }
-        }
+            true
+        });
     }
 
     /// Reads the ranks in rising order, with the `depths` of a prompt.
@@ -165,7 +149,7 @@ impl Ledger {
     /// Distinct shared blocks.
     #[cfg(test)]
     pub(super) fn shared_blocks(&self) -> usize {
-        self.users.len()
+        self.prefixes.blocks()
     }
 
     fn place(&self, rank: WorkerRank) -> Option<usize> {

@@ -39,7 +39,7 @@ impl Guard {
     /// `text` with its marks. Cost for harmless text: one pass.
     pub(super) fn protect<'a>(&self, text: &'a str) -> Cow<'a, str> {
         let cuts = self.cuts(text);
-        if cuts.is_empty() && !text.contains([MARK, ESCAPE, ORIGIN]) {
+        if cuts.is_empty() && !may_have_marks(text) {
             return Cow::Borrowed(text);
         }
         let mut cuts = cuts.into_iter().peekable();
@@ -108,9 +108,15 @@ fn begin(token: &str) -> &str {
     }
 }
 
+/// Whether any of [`MARK`], [`ESCAPE`] and [`ORIGIN`] can be in `text`: looks for the two bytes that all three begin with, and
+/// other rare characters too.
+fn may_have_marks(text: &str) -> bool {
+    memchr::memmem::find(text.as_bytes(), b"\xef\xb7").is_some()
+}
+
 /// Takes the marks out again.
 pub(super) fn unguard(text: &str) -> Cow<'_, str> {
-    if !text.contains([MARK, ESCAPE]) {
+    if !may_have_marks(text) {
         return Cow::Borrowed(text);
     }
     let mut out = String::with_capacity(text.len());
@@ -163,6 +169,14 @@ mod tests {
             let joined = format!("{}{}", guard.protect(a).trim_end(), guard.protect(b));
             assert!(TOKENS.iter().all(|token| !joined.contains(token)), "{joined:?}");
         }
+    }
+
+    #[test]
+    fn every_mark_is_looked_for() {
+        for mark in [MARK, ESCAPE, ORIGIN] {
+            assert!(may_have_marks(&format!("a{mark}")), "{mark:?}");
+        }
+        assert!(!may_have_marks("a\u{ff0c}\u{fe0f}"), "text of today has none");
     }
 
     proptest! {
