@@ -19,7 +19,6 @@ use super::pod::{self, Access, non_empty, rule};
 use super::{Part, name, revision, rolling};
 use crate::config::Settings;
 use crate::validate::{self, Invalid, ValidDeployment};
-
 use server::{Beside, Kind};
 
 mod kv_cache;
