@@ -55,10 +55,10 @@ pub struct ModelDeploymentSpec {
         merge_strategy = ListMerge::Map(vec!["name".into()]),
         validation = Rule::new("self.exists(p, p.role == 'prefill') == self.exists(p, p.role == 'decode')")
             .message("roles prefill and decode need each other; add the missing pool or use role aggregated"),
-        validation = Rule::new("self.all(p, has(p.engine) && has(p.engine.vllm)) || !self.exists(p, has(p.engine) && has(p.engine.vllm))")
-            .message("pools of one model share one kind of engine: all of them vllm, or none"),
-        validation = Rule::new("self.all(p, !(has(p.kvCache) && has(p.engine) && has(p.engine.vllm)))")
-            .message("kvCache is of the built-in engine; vLLM has arguments of its own for it")
+        validation = Rule::new(ONE_KIND_RULE)
+            .message("pools of one model share one kind of engine: all of them vllm, all sglang, all tensorrtLlm, or none of these"),
+        validation = Rule::new(KV_CACHE_RULE)
+            .message("kvCache is of the built-in engine; vLLM, SGLang and TensorRT-LLM have arguments of their own for it")
     )]
     pub pools: Vec<Pool>,
     /// Image of all pods; the operator's own where missing.
@@ -78,6 +78,10 @@ const CHILD_NAME_RULE: &str = "self.metadata.name.size() <= 38 && (!has(self.spe
 const CHILD_NAME_MESSAGE: &str =
     "metadata.name may have 38 characters, and 45 together with the name of a pool: pods are named after both";
 
+/// A server is the engine of all pools, or of none.
+const ONE_KIND_RULE: &str = "[self.filter(p, has(p.engine) && has(p.engine.vllm)).size(), self.filter(p, has(p.engine) && has(p.engine.sglang)).size(), self.filter(p, has(p.engine) && has(p.engine.tensorrtLlm)).size()].all(count, count == 0 || count == self.size())";
+const KV_CACHE_RULE: &str = "self.all(p, !(has(p.kvCache) && has(p.engine) && (has(p.engine.vllm) || has(p.engine.sglang) || has(p.engine.tensorrtLlm))))";
+
 /// The model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
@@ -86,8 +90,8 @@ pub struct Model {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 256))]
     pub name: Option<String>,
-    /// Where its GGUF file is (for vLLM: its directory): hf://org/name (then @revision and /file.gguf where wanted),
-    /// pvc://claim/path, or file:///path on the nodes, below a directory that the operator may mount.
+    /// Where its GGUF file is (for vLLM, SGLang and TensorRT-LLM: its directory): hf://org/name (then @revision and /file.gguf where
+    /// wanted), pvc://claim/path, or file:///path on the nodes, below a directory that the operator may mount.
     #[schemars(length(max = 1024))]
     #[x_kube(validation = Rule::new(SOURCE_RULE).message(SOURCE_MESSAGE))]
     pub source: String,

@@ -3,7 +3,7 @@
 //! The operator writes it from a `ModelDeployment`; whoever scales it (planner, autoscaler, a person) owns `spec.replicas`
 //! from then on.
 
-mod vllm;
+mod server;
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::model_deployment::{Model, PullPolicy};
 use crate::quantity::{Bytes, Resources};
-pub use vllm::Vllm;
+pub use server::{Server, TensorRtLlm};
 
 /// Worker pods of one role, all alike.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, CustomResource, KubeSchema)]
@@ -104,14 +104,23 @@ pub struct WorkerTemplate {
 /// The engine of a pool. One of its fields is set.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("!(has(self.builtIn) && has(self.vllm))").message("a pool has one engine: builtIn or vllm"))]
+#[x_kube(
+    validation = Rule::new("[has(self.builtIn), has(self.vllm), has(self.sglang), has(self.tensorrtLlm)].filter(set, set).size() <= 1")
+        .message("a pool has one engine: builtIn, vllm, sglang or tensorrtLlm")
+)]
 pub struct Engine {
     /// The engine that is part of this program.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub built_in: Option<BuiltIn>,
     /// A vLLM server beside the worker.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub vllm: Option<Vllm>,
+    pub vllm: Option<Server>,
+    /// An SGLang server beside the worker. Not tested with the real engine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sglang: Option<Server>,
+    /// A TensorRT-LLM server beside the worker. Not tested with the real engine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tensorrt_llm: Option<TensorRtLlm>,
 }
 
 /// Settings of the built-in engine. What is missing keeps the worker's own default.

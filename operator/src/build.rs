@@ -20,7 +20,7 @@ use xxhash_rust::xxh3::xxh3_64;
 pub use pod::POD_ENVIRONMENT;
 pub use router::HTTP_PORT;
 pub use router_flags::router_flags;
-pub(crate) use worker::vllm;
+pub(crate) use worker::server;
 pub use worker::{ADMIN_PORT, EVENT_PORT, REQUEST_PORT, pool_deployment};
 
 use crate::config::Settings;

@@ -6,7 +6,7 @@ use crds::source::Source;
 use crds::worker_pool::{Role, WorkerTemplate};
 use kube::{Resource, ResourceExt};
 
-use crate::build::vllm;
+use crate::build::server;
 use crate::config::Settings;
 
 /// Why an object cannot be carried out. Its author has to change it.
@@ -25,16 +25,21 @@ pub enum Invalid {
         /// The allowed directories, or `none`.
         allowed: String,
     },
-    /// vLLM reads directories of the Hugging Face layout.
+    /// Servers read directories of the Hugging Face layout.
     #[error(
-        "spec.model.source names one file; vLLM reads the directory of a model, with config.json and tokenizer.json in it"
+        "spec.model.source names one file; vLLM, SGLang and TensorRT-LLM read the directory of a model, with config.json and tokenizer.json in it"
     )]
     OneFile,
-    /// It would part vLLM from its worker.
+    /// It would part a server from its worker.
     #[error(
-        "{0} of vLLM cannot be set: the operator sets up what is between vLLM and its worker, and each worker is one rank"
+        "{argument} of {engine} cannot be set: the operator sets up what is between {engine} and its worker, and each worker is one rank"
     )]
-    VllmArgument(String),
+    EngineArgument {
+        /// Whose it is.
+        engine: &'static str,
+        /// An argument, a variable, or an option.
+        argument: String,
+    },
     /// An object without a namespace or UID did not come from an API server.
     #[error("the object has no {0}")]
     Incomplete(&'static str),
@@ -45,7 +50,7 @@ impl Invalid {
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Source(_) | Self::OneFile => "InvalidSource",
-            Self::VllmArgument(_) => "InvalidEngine",
+            Self::EngineArgument { .. } => "InvalidEngine",
             Self::HostPath { .. } => "HostPathNotAllowed",
             Self::Incomplete(_) => "InvalidObject",
         }
@@ -73,9 +78,9 @@ pub fn deployment<'a>(object: &'a ModelDeployment, settings: &Settings) -> Resul
     object.meta().uid.as_ref().ok_or(Invalid::Incomplete("UID"))?;
     let source = source(&object.spec.model.source, settings)?;
     for pool in &object.spec.pools {
-        if let Some(vllm) = pool.worker.engine.as_ref().and_then(|engine| engine.vllm.as_ref()) {
+        if let Some(kind) = pool.worker.engine.as_ref().and_then(server::Kind::of) {
             directory(&source)?;
-            vllm::check(&pool.worker, vllm)?;
+            kind.check(&pool.worker)?;
         }
     }
     let name = object.name_any();
@@ -107,7 +112,7 @@ pub fn source(source: &str, settings: &Settings) -> Result<Source, Invalid> {
     Ok(source)
 }
 
-/// Checks that a source can be a directory of the Hugging Face layout: what vLLM reads.
+/// Checks that a source can be a directory of the Hugging Face layout: what servers read.
 pub fn directory(source: &Source) -> Result<(), Invalid> {
     let file = match source {
         Source::Hub(id) => id.matches('/').count() != 1 || id.ends_with(".gguf"),

@@ -113,6 +113,39 @@ fn pools_of_vllm() {
     insta::assert_yaml_snapshot!(pods);
 }
 
+/// The same with SGLang.
+#[test]
+fn pools_of_sglang() {
+    let sglang = json!({"image": "lmsysorg/sglang:v0.5.6", "args": ["--max-running-requests=64"]});
+    let pool = |role| json!({"name": role, "role": role, "engine": {"sglang": sglang}, "resources": {"limits": {"nvidia.com/gpu": 1}}});
+    let spec = json!({"model": {"source": "hf://org/name@v2"}, "pools": [pool("prefill"), pool("decode")]});
+    let pods: Vec<_> = deployments(&object("chat", spec), &settings()).into_iter().skip(1).collect();
+    insta::assert_yaml_snapshot!(pods);
+}
+
+/// The same with TensorRT-LLM, whose options are a file.
+#[test]
+fn pools_of_tensorrt_llm() {
+    let engine = json!({"image": "tensorrt-llm:1.1", "args": ["--max_batch_size=64"], "runAsUser": 0,
+        "kvBlocks": 20000, "contextLength": 8192, "options": {"kv_cache_config": {"dtype": "fp8"}}});
+    let pool = |role| json!({"name": role, "role": role, "engine": {"tensorrtLlm": engine}});
+    let spec = json!({"model": {"source": "pvc://models/llama"}, "pools": [pool("prefill"), pool("decode")]});
+    let pods: Vec<_> = deployments(&object("chat", spec), &settings()).into_iter().skip(1).collect();
+    insta::assert_yaml_snapshot!(pods);
+}
+
+#[test]
+fn options_of_an_engine_are_part_of_the_revision() {
+    let pods = |options: Value| {
+        let engine = json!({"tensorrtLlm": {"image": "t:1", "kvBlocks": 9, "contextLength": 99, "options": options}});
+        let spec = json!({"model": {"source": "hf://org/name"}, "pools": [{"name": "w", "engine": engine}]});
+        deployments(&object("chat", spec), &settings()).pop().expect("workers")
+    };
+    let (one, other) = (pods(json!({})), pods(json!({"enable_chunked_prefill": true})));
+    assert_ne!(revision_of(&one), revision_of(&other));
+    assert_eq!(revision_of(&one), revision_of(&pods(json!({}))));
+}
+
 #[test]
 fn vllm_ends_after_its_worker_and_has_the_resources() {
     let engine = json!({"vllm": {"image": "vllm:1", "command": ["python3", "-m", "server"], "args": ["--x"]}});

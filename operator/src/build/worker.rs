@@ -1,7 +1,7 @@
 //! The workers of a deployment: a `WorkerPool` for each pool, its Deployment, the Service they are discovered through, and
 //! what they may write.
 
-pub(crate) mod vllm;
+use std::collections::BTreeMap;
 
 use crds::model_deployment::{Model, Pool};
 use crds::source::Source;
@@ -19,8 +19,10 @@ use super::pod::{self, Access, non_empty, rule};
 use super::{Part, name, revision, rolling};
 use crate::config::Settings;
 use crate::validate::{self, Invalid, ValidDeployment};
+use server::{Beside, Kind};
 
 mod kv_cache;
+pub(crate) mod server;
 
 /// Port for requests.
 pub const REQUEST_PORT: i32 = 9000;
@@ -107,13 +109,12 @@ pub fn pool_deployment(
     let source = validate::source(&spec.model.source, settings)?;
 
     let mut labels = part.labels();
-    let mut template = PodTemplateSpec {
-        metadata: Some(ObjectMeta { labels: Some(labels.clone()), ..Default::default() }),
-        spec: Some(pod_spec(spec, &part, settings, &source)?),
-    };
+    let (pod, annotations) = pod_spec(spec, &part, settings, &source)?;
+    let metadata = ObjectMeta { labels: Some(labels.clone()), annotations, ..Default::default() };
+    let mut template = PodTemplateSpec { metadata: Some(metadata), spec: Some(pod) };
     let revision = revision(&template);
     labels.insert(label::REVISION.into(), revision.clone());
-    template.metadata = Some(ObjectMeta { labels: Some(labels), ..Default::default() });
+    template.metadata.get_or_insert_default().labels = Some(labels);
     if let Some(args) = template.spec.as_mut().and_then(|pod| pod.containers[0].args.as_mut()) {
         args.insert(1, format!("--revision={revision}"));
     }
@@ -122,7 +123,13 @@ pub fn pool_deployment(
     Ok((rolling(meta, &part, spec.replicas, template, PROGRESS_DEADLINE_S), revision))
 }
 
-fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source: &Source) -> Result<PodSpec, Invalid> {
+/// The pod, and its annotations.
+fn pod_spec(
+    spec: &WorkerPoolSpec,
+    part: &Part<'_>,
+    settings: &Settings,
+    source: &Source,
+) -> Result<(PodSpec, Option<BTreeMap<String, String>>), Invalid> {
     let worker = &spec.worker;
     let (model_path, volume, mount) = model_volume(source);
     let (mut volumes, mut mounts) = (vec![volume], vec![mount]);
@@ -138,13 +145,14 @@ fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source:
     let grace_s = worker.termination_grace_period_seconds.unwrap_or(GRACE_S);
     let ports = [("request", REQUEST_PORT), ("events", EVENT_PORT), ("transfer", TRANSFER_PORT), ("admin", ADMIN_PORT)];
     let engine = worker.engine.clone().unwrap_or_default();
-    let (computes, engine_args) = match &engine.vllm {
+    let server = Kind::of(&engine).map(|kind| Beside::new(kind, spec, source)).transpose()?;
+    let (computes, engine_args) = match &server {
         None => {
-            let mut args = built_in_args(&model_path, &engine.built_in.unwrap_or_default());
+            let mut args = built_in_args(&model_path, &engine.built_in.clone().unwrap_or_default());
             args.extend(kv_cache::args(&kv_cache));
             (vec![image.to_owned()], args)
         }
-        Some(vllm) => (vllm::kv_kind(vllm), vllm::worker_args(vllm, source)?),
+        Some(server) => (server.kv_kind(), server.worker_args()),
     };
     let args = args(spec, &computes, grace_s, engine_args);
     let mut container = pod::container("worker", image, pull_policy, args, &env, &ports);
@@ -158,10 +166,11 @@ fn pod_spec(spec: &WorkerPoolSpec, part: &Part<'_>, settings: &Settings, source:
         tolerations: (!worker.tolerations.is_empty()).then(|| worker.tolerations.clone()),
         ..pod::pod(part, settings, name::workers(&spec.deployment), container, grace_s)
     };
-    if let Some(server) = &engine.vllm {
-        vllm::beside(&mut pod, spec, server, source)?;
+    let annotations = server.as_ref().and_then(Beside::annotations);
+    if let Some(server) = server {
+        server.add_to(&mut pod, spec);
     }
-    Ok(pod)
+    Ok((pod, annotations))
 }
 
 /// `armature worker` and its flags. Pools whose engines come from the same image and compute the same model exchange KV,

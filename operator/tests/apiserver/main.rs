@@ -49,6 +49,44 @@ async fn invalid_objects_are_refused_with_a_clear_message() {
 }
 
 #[tokio::test]
+async fn a_pool_has_one_engine_and_a_model_one_kind() {
+    let server = Server::start("engines").await;
+    let (one_server, trt) = (json!({"image": "e:1"}), json!({"image": "e:1", "kvBlocks": 1, "contextLength": 1}));
+    let engines = [json!({"vllm": one_server}), json!({"sglang": one_server}), json!({"tensorrtLlm": trt})];
+    let spec = |pools: Value| json!({"model": {"source": "hf://org/name"}, "pools": pools});
+    for (index, engine) in engines.iter().enumerate() {
+        let same = spec(json!([{"name": "a", "engine": engine}, {"name": "b", "engine": engine}]));
+        server.create(&format!("chat-{index}"), &same).await.expect("valid");
+        let mut both = engine.clone();
+        both["builtIn"] = json!({});
+        let mut two = engine.clone();
+        two.as_object_mut()
+            .expect("an object")
+            .extend(engines[(index + 1) % 3].as_object().expect("an object").clone());
+        for engines in [both, two] {
+            let refused = server.create("chat", &spec(json!([{"name": "a", "engine": engines}]))).await;
+            let refusal = refused.expect_err("two engines").to_string();
+            assert!(refusal.contains("a pool has one engine: builtIn, vllm, sglang or tensorrtLlm"), "{refusal}");
+        }
+        for other in [json!({"name": "b"}), json!({"name": "b", "engine": engines[(index + 1) % 3]})] {
+            let refused = server.create("chat", &spec(json!([{"name": "a", "engine": engine}, other]))).await;
+            let refusal = refused.expect_err("two kinds").to_string();
+            assert!(refusal.contains("share one kind of engine"), "{refusal}");
+        }
+        let cache = spec(json!([{"name": "a", "engine": engine, "kvCache": {"hostBytes": "1Gi"}}]));
+        let refusal = server.create("chat", &cache).await.expect_err("not its cache").to_string();
+        assert!(refusal.contains("kvCache is of the built-in engine"), "{refusal}");
+    }
+    let free_form = json!({"name": "a", "engine": {"tensorrtLlm": {"image": "e:1", "kvBlocks": 1, "contextLength": 1,
+        "options": {"kv_cache_config": {"dtype": "fp8"}}}}});
+    server.create("chat", &spec(json!([free_form]))).await.expect("valid");
+    let kept =
+        server.deployment("chat").await.spec.pools[0].worker.engine.clone().and_then(|engine| engine.tensorrt_llm);
+    assert_eq!(kept.expect("set").options["kv_cache_config"]["dtype"], "fp8", "kept as it was written");
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn reconciling_twice_changes_nothing() {
     let server = Server::start("twice").await;
     server

@@ -22,8 +22,8 @@ pub struct TierConfig {
     /// The same in GB, as Dynamo has it
     #[arg(long, env = "DYN_KVBM_DISK_CACHE_GB", hide = true)]
     pub disk_cache_gb: Option<f64>,
-    /// Directory of the disk cache; each worker has one of its name in it. A worker with a new name takes over the one that was left
-    /// behind last, and what nobody has used for a day is deleted
+    /// Directory of the disk cache; each worker has one of its name in it, and touches a file there while it lives. A worker with a
+    /// new name takes over the one that was left behind last, and what nobody has used for a day is deleted
     #[arg(long, env = "DYN_KVBM_DISK_CACHE_DIR", value_name = "DIR")]
     pub disk_cache_dir: Option<PathBuf>,
     /// Which blocks host memory and disk give up first: the least recently or the least frequently used

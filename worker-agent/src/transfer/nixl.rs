@@ -24,6 +24,8 @@ mod remote;
 
 pub(super) use agent::{Agent, available};
 pub(super) use read::Read;
+#[cfg(all(test, feature = "nixl"))]
+pub(super) use remote::MOST_LEFT;
 pub(super) use remote::{Remote, Remotes};
 
 /// As [`super::Offer::backend`] has it.
@@ -131,7 +133,7 @@ async fn read(
 ) -> Result<(), TransferError> {
     let blocks = |source| TransferError::Io { stage: Stage::Blocks, source };
     let room = into.take_room(places.len()).ok_or_else(|| TransferError::Protocol("a block too many".into()))?;
-    let room = Read::begin(remote.clone(), room, places).map_err(blocks)?.ended(deadline).await?;
+    let room = Read::begin(remote, room, places).map_err(blocks)?.ended(deadline).await?;
     let is_whole = |(index, place): &(usize, &BlockPlace)| {
         // SAFETY: the read has ended, and nobody else has the room.
         XxHash3_64::oneshot(unsafe { room.bytes(*index) }) == place.checksum

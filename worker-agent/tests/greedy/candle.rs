@@ -22,7 +22,13 @@ fn candle_s_greedy_tokens_are_llama_cpp_s() {
     let references: Vec<_> = short.take(PROMPTS).collect();
     let total_blocks = references.iter().map(Reference::blocks).sum();
     let gguf = Gguf::open(model::path()).expect("the model opens");
-    let options = CandleOptions { device: CandleDevice::Cpu, block_size: BLOCK_SIZE, total_blocks };
+    let options = CandleOptions {
+        device: CandleDevice::Cpu,
+        block_size: BLOCK_SIZE,
+        total_blocks,
+        max_num_seqs: PROMPTS,
+        max_num_batched_tokens: PROMPTS * PROMPT,
+    };
     let mut candle = CandleLlama::from_gguf(&gguf, options).expect("the model loads");
     let mut next_block = 0;
     let tables: Vec<Vec<BlockId>> = references

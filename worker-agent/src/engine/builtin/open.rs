@@ -155,7 +155,11 @@ impl Start<'_> {
         options.compute.check()?;
         let (block_size, total_blocks) = (options.block_size as usize, options.total_blocks);
         #[cfg(feature = "candle")]
-        let candle = |device| CandleLlama::from_gguf(gguf, CandleOptions { device, block_size, total_blocks });
+        let candle = |device| {
+            let OpenOptions { max_num_seqs, max_num_batched_tokens, .. } = *options;
+            let sizes = CandleOptions { device, block_size, total_blocks, max_num_seqs, max_num_batched_tokens };
+            CandleLlama::from_gguf(gguf, sizes)
+        };
         match options.compute {
             #[cfg(feature = "candle")]
             Compute::CandleCpu => self.with(candle(CandleDevice::Cpu)?),

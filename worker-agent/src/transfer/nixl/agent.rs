@@ -116,6 +116,12 @@ impl Agent {
         }
     }
 
+    /// Whether it knows another agent.
+    #[cfg(test)]
+    pub(super) fn knows(&self, name: &str) -> bool {
+        self.handle.check_remote_metadata(name, None)
+    }
+
     /// A read that has not begun. Refuses what the other agent has not registered.
     pub(super) fn prepare(&self, from: &str, moves: impl Iterator<Item = Move>) -> io::Result<Request> {
         let list = || XferDescList::new(MemType::Dram).map_err(failed("a list"));

@@ -3,8 +3,9 @@
 //! A read cannot be called back: NIXL cancels what can be cancelled and does not wait for the rest, which goes on writing. So a
 //! read owns its room, and a request that is cancelled or runs out of time leaves both behind: somebody goes on looking until
 //! the read has ended, and only then is the room given back. UCX ends every read, by an error if need be, when the other worker
-//! is gone. After an error the room rests: some part of the read may not have heard of it. All this time its blocks are among
-//! the reserved ones, of which there are half an arena at most.
+//! is gone. After an error some part of the read may not have heard of it: the connection is ended, and then the room rests. All
+//! this time its blocks are among the reserved ones, of which there are half an arena at most; and of one worker there are a few
+//! such reads at most, after which nothing is read from it until they have ended.
 
 use std::io;
 use std::mem::ManuallyDrop;
@@ -14,8 +15,8 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::time::Instant;
 
-use super::Remote;
 use super::agent::Request;
+use super::remote::{Remote, UnderWay};
 use crate::engine::builtin::exchange::Room;
 use crate::transfer::client::Deadline;
 use crate::transfer::wire::BlockPlace;
@@ -27,8 +28,8 @@ const SPIN: Duration = Duration::from_micros(500);
 const LOOK: Duration = Duration::from_millis(1);
 /// Pause between two looks at a read that nobody waits for.
 const LEFT_LOOK: Duration = Duration::from_millis(20);
-/// How long a room rests after an error, which is one part's and does not wait for the others. By then the connection is given
-/// up, and what it had under way is over in milliseconds.
+/// How long a room rests after an error, which is one part's and does not wait for the others, and after the end of the connection:
+/// what that had under way is over in milliseconds.
 const REST: Duration = Duration::from_secs(10);
 
 /// A piece of a read: from where in the other worker, to where here, and how many bytes.
@@ -42,11 +43,11 @@ pub(in crate::transfer) struct Read {
     runtime: Handle,
 }
 
-/// Dropping it releases the request first, then the room, and the agent last.
+/// Fields end in this order: what has ended, its room, and the agent last.
 struct Parts {
     request: Request,
     room: Room,
-    remote: Arc<Remote>,
+    under_way: UnderWay,
     /// By an error; what the room has is not what was read.
     failed: bool,
 }
@@ -54,34 +55,35 @@ struct Parts {
 impl Parts {
     /// Whether it has ended well. After an error nobody looks again.
     fn ended(&mut self) -> io::Result<bool> {
-        let ended = self.remote.agent().ended(&self.request);
+        let ended = self.under_way.remote().agent().ended(&self.request);
         self.note(ended)
     }
 
     fn note<T>(&mut self, outcome: io::Result<T>) -> io::Result<T> {
         if outcome.is_err() {
             self.failed = true;
-            self.remote.set_broken();
+            self.under_way.remote().set_broken();
         }
         outcome
     }
 }
 
 impl Read {
-    /// Begins to read what is at `places` in the other worker's arena, one block for each of `room`. Must be called inside a Tokio
-    /// runtime.
+    /// Begins to read what is at `places` in the other worker's arena, one block for each of `room`. Refused after an error, and
+    /// where too many reads from that worker have not ended. Must be called inside a Tokio runtime.
     ///
     /// # Panics
     /// When there are fewer blocks than places.
-    pub(in crate::transfer) fn begin(remote: Arc<Remote>, room: Room, places: &[BlockPlace]) -> io::Result<Self> {
+    pub(in crate::transfer) fn begin(remote: &Arc<Remote>, room: Room, places: &[BlockPlace]) -> io::Result<Self> {
+        let under_way = remote.read()?;
         let moves = places.iter().enumerate().map(|(index, place)| -> Move {
             (remote.base().wrapping_add(place.offset), room.place(index), place.bytes as usize)
         });
         // Until it has begun, nothing writes.
         let request = remote.agent().prepare(remote.name(), moves)?;
-        let mut parts = Parts { request, room, remote, failed: false };
+        let mut parts = Parts { request, room, under_way, failed: false };
         // SAFETY: the room is among the parts, which are kept until the read has ended.
-        let begun = unsafe { parts.remote.agent().begin(&parts.request) };
+        let begun = unsafe { remote.agent().begin(&parts.request) };
         let begun = parts.note(begun);
         let read = Self { parts: Some(parts), runtime: Handle::current() };
         begun.map(|()| read)
@@ -108,7 +110,7 @@ impl Read {
 impl Drop for Read {
     fn drop(&mut self) {
         if let Some(parts) = self.parts.take() {
-            self.runtime.spawn(Left(ManuallyDrop::new(parts)).look_after());
+            self.runtime.spawn(Left::new(parts).look_after());
         }
     }
 }
@@ -118,13 +120,28 @@ impl Drop for Read {
 struct Left(ManuallyDrop<Parts>);
 
 impl Left {
+    fn new(parts: Parts) -> Self {
+        parts.under_way.remote().leave();
+        Self(ManuallyDrop::new(parts))
+    }
+
     async fn look_after(mut self) {
         while !self.0.failed && matches!(self.0.ended(), Ok(false)) {
             tokio::time::sleep(LEFT_LOOK).await;
         }
-        if self.0.failed {
+        let Parts { request, room, under_way, failed } = ManuallyDrop::into_inner(self.0);
+        // As above: given back at the end of this, or never.
+        let kept = ManuallyDrop::new((room, under_way.remote().clone()));
+        // The request first, then the connection, which other reads may still need, and only then is it quiet.
+        drop((request, under_way));
+        if failed {
+            while !kept.1.is_forgotten() {
+                tokio::time::sleep(LEFT_LOOK).await;
+            }
             tokio::time::sleep(REST).await;
         }
-        drop(ManuallyDrop::into_inner(self.0));
+        let (room, remote) = ManuallyDrop::into_inner(kept);
+        drop(room);
+        remote.left_has_ended();
     }
 }

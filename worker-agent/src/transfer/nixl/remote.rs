@@ -1,12 +1,11 @@
 //! Agents of other workers that ours has loaded. To load one is to connect to it, so they are kept from fetch to fetch.
 //!
 //! NIXL names agents, and takes one that is forgotten for gone, whatever it still reads there. So each is loaded once, and
-//! forgotten when nobody has it any more.
+//! forgotten when nothing is read from it: after an error as soon as the last read has ended, otherwise when nobody has it any more.
 
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -16,16 +15,49 @@ use crate::transfer::wire::AgentHead;
 
 /// How long an agent is kept that nothing is read from: workers of one deployment come back to each other.
 const KEEP: Duration = Duration::from_secs(300);
+/// Most reads from a worker that nobody waits for and that have not ended, each with its room of 4 MiB. A worker with so many does
+/// not answer reads: others would only be left there, too.
+pub(in crate::transfer) const MOST_LEFT: usize = 4;
 
 /// Another worker's agent.
 pub(in crate::transfer) struct Remote {
     agent: Arc<Agent>,
     name: String,
     base: u64,
-    broken: AtomicBool,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Reads that have not ended.
+    reads: usize,
+    /// Reads that nobody waits for, whose room is not given back yet.
+    left: usize,
+    /// A read has failed: the connection is not used again.
+    broken: bool,
+    /// The connection has ended.
+    forgotten: bool,
+}
+
+impl State {
+    /// Refuses what would not come to an end.
+    fn check(&self) -> io::Result<()> {
+        if self.broken {
+            return Err(io::Error::other("a NIXL read from it has failed, and what it wrote to is not free yet"));
+        }
+        if self.left >= MOST_LEFT {
+            let left = self.left;
+            return Err(io::Error::other(format!("{left} NIXL reads from it were given up and have not ended")));
+        }
+        Ok(())
+    }
 }
 
 impl Remote {
+    fn new(agent: Arc<Agent>, name: String, base: u64) -> Self {
+        Self { agent, name, base, state: Mutex::default() }
+    }
+
     /// Our own agent, which has loaded it.
     pub(super) fn agent(&self) -> &Agent {
         &self.agent
@@ -41,19 +73,65 @@ impl Remote {
         self.base
     }
 
-    /// A read has failed: the connection is not used again.
-    pub(super) fn set_broken(&self) {
-        self.broken.store(true, Relaxed);
+    /// A read that is about to begin; refused where it would not come to an end.
+    pub(super) fn read(self: &Arc<Self>) -> io::Result<UnderWay> {
+        let mut state = self.state.lock();
+        state.check()?;
+        state.reads += 1;
+        Ok(UnderWay(self.clone()))
     }
 
-    fn is_broken(&self) -> bool {
-        self.broken.load(Relaxed)
+    /// A read has failed: nothing begins here any more, and the connection ends with the last read.
+    pub(super) fn set_broken(&self) {
+        self.state.lock().broken = true;
+    }
+
+    /// Nobody waits any more for one of the reads.
+    pub(super) fn leave(&self) {
+        self.state.lock().left += 1;
+    }
+
+    /// The room of such a read is given back.
+    pub(super) fn left_has_ended(&self) {
+        self.state.lock().left -= 1;
+    }
+
+    /// Whether the connection has ended.
+    pub(in crate::transfer) fn is_forgotten(&self) -> bool {
+        self.state.lock().forgotten
+    }
+
+    /// Ends the connection, once: another one may have the name after that.
+    fn forget(&self, state: &mut State) {
+        if !std::mem::replace(&mut state.forgotten, true) {
+            self.agent.forget(&self.name);
+        }
     }
 }
 
 impl Drop for Remote {
     fn drop(&mut self) {
-        self.agent.forget(&self.name);
+        let mut state = std::mem::take(self.state.get_mut());
+        self.forget(&mut state);
+    }
+}
+
+/// A read that has not ended, as far as the other worker's agent is concerned. Dropped when it has, after its request is released.
+pub(super) struct UnderWay(Arc<Remote>);
+
+impl UnderWay {
+    pub(super) fn remote(&self) -> &Arc<Remote> {
+        &self.0
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        let mut state = self.0.state.lock();
+        state.reads -= 1;
+        if state.broken && state.reads == 0 {
+            self.0.forget(&mut state);
+        }
     }
 }
 
@@ -74,10 +152,12 @@ impl Known {
         Arc::strong_count(&self.remote) > 1
     }
 
+    fn is_broken(&self) -> bool {
+        self.remote.state.lock().broken
+    }
+
     fn take(&mut self) -> io::Result<Arc<Remote>> {
-        if self.remote.is_broken() {
-            return Err(io::Error::other("a NIXL read from it has failed, and another has not ended"));
-        }
+        self.remote.state.lock().check()?;
         self.used = Instant::now();
         Ok(self.remote.clone())
     }
@@ -91,7 +171,7 @@ impl Remotes {
     /// The agent of a worker, if it is known. Forgets those that have not been used for long.
     pub(super) fn get(&self, boot_epoch: &str) -> io::Result<Option<Arc<Remote>>> {
         let mut known = self.known.lock();
-        known.retain(|_, known| known.is_used() || known.used.elapsed() < KEEP && !known.remote.is_broken());
+        known.retain(|_, known| known.is_used() || known.used.elapsed() < KEEP && !known.is_broken());
         known.get_mut(boot_epoch).map(Known::take).transpose()
     }
 
@@ -102,8 +182,7 @@ impl Remotes {
             return known.take();
         }
         let name = self.agent.load(&head.metadata)?;
-        let (agent, base, broken) = (self.agent.clone(), head.base, AtomicBool::new(false));
-        let remote = Arc::new(Remote { agent, name, base, broken });
+        let remote = Arc::new(Remote::new(self.agent.clone(), name, head.base));
         known.insert(boot_epoch.to_owned(), Known { remote: remote.clone(), used: Instant::now() });
         Ok(remote)
     }
@@ -112,5 +191,14 @@ impl Remotes {
     #[cfg(all(test, feature = "nixl"))]
     pub(in crate::transfer) fn holders(&self, boot_epoch: &str) -> usize {
         self.known.lock().get(boot_epoch).map_or(0, |known| Arc::strong_count(&known.remote))
+    }
+
+    /// Whether the connection to a worker has ended while somebody has its agent still.
+    #[cfg(all(test, feature = "nixl"))]
+    pub(in crate::transfer) fn has_forgotten(&self, boot_epoch: &str) -> bool {
+        self.known
+            .lock()
+            .get(boot_epoch)
+            .is_some_and(|known| known.remote.is_forgotten() && !known.remote.agent.knows(&known.remote.name))
     }
 }

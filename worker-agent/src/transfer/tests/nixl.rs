@@ -1,14 +1,14 @@
 //! NIXL: what is read is what was there, and what is read for nobody keeps its room until it has ended.
 
 use tokio::net::TcpListener;
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, JoinSet};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::pressure::{blocks, exchange};
 use super::*;
 use crate::engine::builtin::exchange::Lease;
-use crate::transfer::nixl::{self, Agent};
-use crate::transfer::wire::{BlockPlace, Welcome};
+use crate::transfer::nixl::{self, Agent, MOST_LEFT};
+use crate::transfer::wire::{AgentHead, BlockPlace, Welcome};
 
 fn setup() -> Setup {
     Setup { transports: Transports::Nixl, ..Setup::default() }
@@ -98,15 +98,10 @@ impl Impostor {
         let address = listener.local_addr().expect("bound").to_string();
         let (head, lease) = (agent.head(), exchange(prefill).lease(source.lease).expect("held"));
         let serving = tokio::spawn(async move {
-            while let Ok((mut socket, _)) = listener.accept().await {
-                while let Ok(ToServer { ask: Some(ask) }) = read(&mut socket).await {
-                    match ask {
-                        Ask::Hello(_) => say(&mut socket, Answer::Welcome(Welcome { version: VERSION })).await,
-                        Ask::Agent(()) => say(&mut socket, Answer::Agent(head.clone())).await,
-                        Ask::Locate(pull) if !tell(&mut socket, &lease, &pull.blocks, harm).await => break,
-                        _ => {}
-                    }
-                }
+            // Ends with this task.
+            let mut connections = JoinSet::new();
+            while let Ok((socket, _)) = listener.accept().await {
+                connections.spawn(answer(socket, head.clone(), lease.clone(), harm));
             }
         });
         Self { agent, address, serving }
@@ -128,6 +123,18 @@ impl Impostor {
         // The task has ended when its handle says so.
         let _ = self.serving.await;
         drop(Arc::into_inner(self.agent).expect("nobody else has it"));
+    }
+}
+
+/// One connection.
+async fn answer(mut socket: TcpStream, head: AgentHead, lease: Arc<Lease>, harm: Harm) {
+    while let Ok(ToServer { ask: Some(ask) }) = read(&mut socket).await {
+        match ask {
+            Ask::Hello(_) => say(&mut socket, Answer::Welcome(Welcome { version: VERSION })).await,
+            Ask::Agent(()) => say(&mut socket, Answer::Agent(head.clone())).await,
+            Ask::Locate(pull) if !tell(&mut socket, &lease, &pull.blocks, harm).await => break,
+            _ => {}
+        }
     }
 }
 
@@ -213,10 +220,16 @@ async fn a_worker_that_is_killed_while_it_is_read_from_can_come_back() {
     let fetches = Fetches::to(&decoder);
     let pull = fetches.begin(&prompt, impostor.over(&source)).await;
     fetches.until_holders(&source, 3).await;
+    let beside = fetches.begin(&tokens(16, 141), impostor.over(&source)).await;
+    fetches.until_holders(&source, 5).await;
     impostor.kill().await;
-    let (outcome, received) = within("its end", pull).await.expect("no panic");
-    assert_eq!((outcome.expect_err("it is gone").reason(), received), (Failure::lost, 0));
-    assert_eq!(fetches.own.reserved(), 6, "some part of the read may not have heard of it");
+    for pull in [pull, beside] {
+        let (outcome, received) = within("its end", pull).await.expect("no panic");
+        assert_eq!((outcome.expect_err("it is gone").reason(), received), (Failure::lost, 0));
+    }
+    // First nothing can come any more, and then the room rests: some part of a read may not have heard of the end.
+    until("the connection is ended", || fetches.nixl.remotes.has_forgotten(&source.boot_epoch)).await;
+    assert_eq!(fetches.own.reserved(), 7, "it rests");
     let again = fetches.begin(&prompt, source.clone()).await;
     let (outcome, _) = within("a refusal", again).await.expect("no panic");
     assert_eq!(outcome.expect_err("not as long as that lasts").reason(), Failure::connect);
@@ -259,5 +272,32 @@ async fn a_read_for_nobody_keeps_its_room_until_it_has_ended() {
     assert_eq!(decoder.answer(generate(&prompt, ANSWER)).await.0, alone(&prompt).await);
     impostor.kill().await;
     until("the room is given back", || fetches.own.reserved() == 0).await;
+    decoder.idle().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_ends_no_reads_is_read_from_a_few_times_only() {
+    let (prefill, decoder) = pair().await;
+    let prompt = tokens(100, 170);
+    let source = prefill.prefill(&prompt).await.1.expect("a lease");
+    let impostor = Impostor::of(&prefill, &source, Impostor::idle_agent(&prefill), Harm::None).await;
+    let fetches = Fetches::to(&decoder);
+    for left in 0..MOST_LEFT {
+        let pull = fetches.begin(&tokens(16, 171 + left as u64), impostor.over(&source)).await;
+        fetches.until_holders(&source, left + 3).await;
+        drop(pull);
+        fetches.until_holders(&source, left + 2).await;
+    }
+    let one_more = fetches.begin(&prompt, impostor.over(&source)).await;
+    let (outcome, _) = within("a refusal", one_more).await.expect("no panic");
+    let refused = outcome.expect_err("its room would not come back either");
+    assert!(refused.is_no_way(), "another way may lead there: {refused}");
+    assert!(refused.to_string().contains("4 NIXL reads from it were given up and have not ended"), "{refused}");
+    assert_eq!(fetches.own.reserved(), MOST_LEFT);
+    impostor.kill().await;
+    until("the rooms are given back", || fetches.own.reserved() == 0).await;
+    let again = fetches.begin(&prompt, source.clone()).await;
+    let (outcome, received) = within("all blocks", again).await.expect("no panic");
+    assert_eq!((outcome.is_ok(), received), (true, 6), "by another connection");
     decoder.idle().await;
 }

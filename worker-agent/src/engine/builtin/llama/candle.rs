@@ -11,6 +11,7 @@
 mod attention;
 mod carrier;
 mod mirror;
+mod scratch;
 #[cfg(test)]
 mod tests;
 mod weights;
@@ -24,6 +25,7 @@ use half::f16;
 use self::attention::Plan;
 use self::carrier::Carrier;
 use self::mirror::Mirror;
+use self::scratch::Largest;
 use self::weights::{Layer, Weights};
 use super::config::{Config, LoadError};
 use super::forward::{Place, places, unwanted, wanted_rows};
@@ -57,16 +59,13 @@ pub enum CandleError {
     },
     /// The device cannot hold it all.
     #[error(
-        "{:.1} GB of weights and {:.1} GB for {blocks} KV blocks do not fit into the {:.1} GB that are free on {name}",
-        gb(*.weights), gb(*.kv), gb(*.free)
+        "{:.1} GB of weights, {:.1} GB for {blocks} KV blocks and {:.1} GB for a step of {tokens} tokens do not fit into the {:.1} GB \
+         that are free on {name}; --kv-blocks and --max-num-batched-tokens say how much the last two are",
+        gb(.needs.weights), gb(.needs.kv), gb(.needs.scratch), gb(*.free), blocks = .needs.blocks, tokens = .needs.tokens
     )]
     NoRoom {
-        /// Bytes of the weights.
-        weights: u64,
-        /// Bytes of the KV blocks.
-        kv: u64,
-        /// How many these are.
-        blocks: usize,
+        /// What it would have to hold.
+        needs: Needs,
         /// Free bytes.
         free: u64,
         /// The device.
@@ -98,6 +97,29 @@ fn gb(bytes: u64) -> f64 {
     bytes as f64 / 1e9
 }
 
+/// What a device has to hold, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Needs {
+    /// The weights.
+    pub weights: u64,
+    /// The KV blocks.
+    pub kv: u64,
+    /// How many these are.
+    pub blocks: usize,
+    /// What the largest step computes, at most: an estimate.
+    pub scratch: u64,
+    /// How many tokens it has.
+    pub tokens: usize,
+}
+
+impl Needs {
+    /// Checks that `free` bytes on the device `name` are enough.
+    fn fit(self, free: u64, name: &str) -> Result<(), CandleError> {
+        let all = self.weights.saturating_add(self.kv).saturating_add(self.scratch);
+        if all <= free { Ok(()) } else { Err(CandleError::NoRoom { needs: self, free, name: name.into() }) }
+    }
+}
+
 /// How to run a model.
 #[derive(Clone, Copy, Debug)]
 pub struct CandleOptions {
@@ -107,6 +129,10 @@ pub struct CandleOptions {
     pub block_size: usize,
     /// KV blocks, in host memory and on the device.
     pub total_blocks: usize,
+    /// Most sequences in one step.
+    pub max_num_seqs: usize,
+    /// Most tokens in one step.
+    pub max_num_batched_tokens: usize,
 }
 
 /// A model on candle's tensors, ready to run.
@@ -132,8 +158,7 @@ impl CandleLlama {
         let (device, host): (Device, Box<dyn device::Device>) = match options.device {
             CandleDevice::Cpu => (Device::Cpu, Box::new(device::Cpu::default())),
             CandleDevice::Cuda(ordinal) => {
-                let kv = (options.total_blocks * shape.block_bytes()) as u64;
-                let cuda = open_cuda(ordinal, weights::bytes(gguf, &config)?, kv, options.total_blocks)?;
+                let cuda = open_cuda(ordinal, needs(gguf, &config, options)?)?;
                 (Device::new_cuda(ordinal)?, Box::new(cuda))
             }
         };
@@ -161,18 +186,29 @@ impl CandleLlama {
     }
 }
 
-/// Opens the device if it can hold so many bytes.
-fn open_cuda(ordinal: usize, weights: u64, kv: u64, blocks: usize) -> Result<cuda::Cuda, CandleError> {
+/// What the device has to hold.
+fn needs(gguf: &Gguf, config: &Config, options: CandleOptions) -> Result<Needs, LoadError> {
+    let (blocks, tokens) = (options.total_blocks, options.max_num_batched_tokens);
+    let positions = config.context_length.min(blocks.saturating_mul(options.block_size));
+    let largest = Largest { tokens, sequences: options.max_num_seqs, positions };
+    Ok(Needs {
+        weights: weights::bytes(gguf, config)?,
+        kv: (blocks as u64).saturating_mul(config.kv_shape(options.block_size).block_bytes() as u64),
+        blocks,
+        scratch: scratch::bytes(config, largest),
+        tokens,
+    })
+}
+
+/// Opens the device if it can hold so much.
+fn open_cuda(ordinal: usize, needs: Needs) -> Result<cuda::Cuda, CandleError> {
     let devices = cuda::inventory()?;
     let found = devices.len();
     let description: Description =
         devices.into_iter().nth(ordinal).ok_or(CandleError::NoDevice { wanted: ordinal, found })?;
     let name = description.name.clone();
     let device = cuda::Cuda::open(description)?;
-    let free = device.free_bytes()?;
-    if weights + kv > free {
-        return Err(CandleError::NoRoom { weights, kv, blocks, free, name });
-    }
+    needs.fit(device.free_bytes()?, &name)?;
     Ok(device)
 }
 

@@ -1,4 +1,4 @@
-//! Blocks in files that survive the process: a file of blocks, a file that says what they are, and a lock.
+//! Blocks in files that survive the process: a file of blocks, a file that says what they are, a lock, and a heartbeat.
 //!
 //! A block is written over an older one only after the index has forgotten that, and is in the index only when it is whole; so
 //! a process that dies leaves no half-written block. A machine that loses power may have written in another order: the
@@ -9,14 +9,16 @@ use std::io::{Error, ErrorKind};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use kv_hashing::{SequenceHash, chain};
 use twox_hash::XxHash3_64;
 
 use super::{CachedBlock, DiskSlot, ReadFault, WriteFault};
+use heartbeat::Heartbeat;
 use index::{ENTRY, Entry, Header};
 
+mod heartbeat;
 mod index;
 mod orphans;
 #[cfg(test)]
@@ -75,6 +77,8 @@ pub struct Disk {
     blocks: File,
     index: File,
     block_bytes: usize,
+    /// Ends before the lock does.
+    heartbeat: Heartbeat,
     /// Held as long as the files are open.
     _lock: File,
 }
@@ -87,14 +91,15 @@ impl Disk {
             let path = path.to_path_buf();
             move |error| DiskError::Io { path, error }
         };
-        orphans::settle(dir, format, SystemTime::now());
+        orphans::settle(dir, format);
         let lock = lock(dir)?;
+        let heartbeat = Heartbeat::begin(dir).map_err(at(dir))?;
         let open = |name: &str| {
             let path = dir.join(name);
             open(&path).map_err(at(&path)).map(|file| (file, path))
         };
         let ((index, index_path), (blocks, blocks_path)) = (open(INDEX)?, open(BLOCKS)?);
-        let disk = Self { blocks, index, block_bytes: format.block_bytes, _lock: lock };
+        let disk = Self { blocks, index, block_bytes: format.block_bytes, heartbeat, _lock: lock };
         let found = disk.adopt(format, capacity).map_err(at(&index_path))?;
         let end = found.last().map_or(0, |(slot, _)| disk.offset(*slot) + format.block_bytes as u64);
         disk.blocks.set_len(end).map_err(at(&blocks_path))?;
@@ -156,6 +161,11 @@ impl Disk {
         self.index.write_all_at(&[0; ENTRY], entry_offset(slot.0.into()))
     }
 
+    /// Says that its worker lives. `false` when the directory is ours no more.
+    fn beat(&self) -> Result<bool, Error> {
+        self.heartbeat.beat()
+    }
+
     fn offset(&self, slot: DiskSlot) -> u64 {
         u64::from(slot.0) * self.block_bytes as u64
     }
@@ -176,7 +186,7 @@ fn lock(dir: &Path) -> Result<File, DiskError> {
         made.map_err(|error| DiskError::Io { path: dir.to_path_buf(), error })?;
         match open(&path) {
             Ok(file) => match file.try_lock() {
-                Ok(()) if is_at(&file, &path) => return Ok(file),
+                Ok(()) if is_at(&file, &path).unwrap_or(false) => return Ok(file),
                 Ok(()) | Err(TryLockError::WouldBlock) => {}
                 Err(TryLockError::Error(error)) => return Err(failed(error)),
             },
@@ -191,10 +201,13 @@ fn lock(dir: &Path) -> Result<File, DiskError> {
 }
 
 /// Whether the open file is still the one at this path.
-fn is_at(file: &File, path: &Path) -> bool {
-    let same =
-        |open: std::fs::Metadata, there: std::fs::Metadata| (open.dev(), open.ino()) == (there.dev(), there.ino());
-    file.metadata().and_then(|open| Ok(same(open, std::fs::metadata(path)?))).unwrap_or(false)
+fn is_at(file: &File, path: &Path) -> Result<bool, Error> {
+    let there = match std::fs::metadata(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+        there => there?,
+    };
+    let open = file.metadata()?;
+    Ok((open.dev(), open.ino()) == (there.dev(), there.ino()))
 }
 
 /// A block that was on disk before.

@@ -13,9 +13,9 @@ use crate::engine::builtin::{BlockId, Chunk};
 /// Most tokens of a tile. Later ones see more: short tiles compute less that is masked.
 const TILE: usize = 128;
 /// Most positions that a batch of several tiles picks, padding included: 256 MiB of keys and values for eight heads of 128.
-const MOST_POSITIONS: usize = 1 << 15;
+pub(super) const MOST_POSITIONS: usize = 1 << 15;
 /// Most scores of a batch: 256 MiB, of which there are a few copies at once.
-const MOST_SCORES: usize = 1 << 26;
+pub(super) const MOST_SCORES: usize = 1 << 26;
 /// Picks nothing: zeros.
 const NOWHERE: u32 = u32::MAX;
 

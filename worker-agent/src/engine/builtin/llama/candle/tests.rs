@@ -28,9 +28,12 @@ fn opened(file: &GgufBuilder) -> Gguf {
     Gguf::open(file.write(dir.path())).expect("just written")
 }
 
+fn options(device: CandleDevice, block_size: usize) -> CandleOptions {
+    CandleOptions { device, block_size, total_blocks: BLOCKS, max_num_seqs: 8, max_num_batched_tokens: 512 }
+}
+
 fn load_with(file: &GgufBuilder, device: CandleDevice, block_size: usize) -> CandleLlama {
-    let options = CandleOptions { device, block_size, total_blocks: BLOCKS };
-    CandleLlama::from_gguf(&opened(file), options).expect("loads")
+    CandleLlama::from_gguf(&opened(file), options(device, block_size)).expect("loads")
 }
 
 fn load(model: &Model, device: CandleDevice) -> CandleLlama {
@@ -203,15 +206,33 @@ fn a_prompt_longer_than_a_tile_sees_all_of_itself() {
 fn what_cannot_be_on_a_device_is_one_line() {
     let gguf = opened(&Model::llama().file());
     let refused = |device, block_size| {
-        let options = CandleOptions { device, block_size, total_blocks: BLOCKS };
-        CandleLlama::from_gguf(&gguf, options).err().expect("refused").to_string()
+        CandleLlama::from_gguf(&gguf, options(device, block_size)).err().expect("refused").to_string()
     };
     assert!(refused(CandleDevice::Cpu, 24).contains("the block size is 24"));
     let gpus = devices().len() - 1;
     let missing = format!("there is no CUDA device 99: this process sees {gpus}");
     assert_eq!(refused(CandleDevice::Cuda(99), 16), missing);
     let missing = opened(&Model { missing: Some("blk.1.ffn_up.weight"), ..Model::llama() }.file());
-    let options = CandleOptions { device: CandleDevice::Cpu, block_size: 16, total_blocks: BLOCKS };
-    let error = CandleLlama::from_gguf(&missing, options).err().expect("refused").to_string();
+    let error = CandleLlama::from_gguf(&missing, options(CandleDevice::Cpu, 16)).err().expect("refused").to_string();
     assert!(error.contains("no tensor \"blk.1.ffn_up"), "{error}");
+}
+
+/// Weights and blocks that just fit leave nothing to compute with.
+#[test]
+fn a_device_needs_room_for_a_step_as_well() {
+    let gguf = opened(&Model::llama().file());
+    let config = Config::read(&gguf).expect("readable");
+    let needs = |tokens| {
+        let options = CandleOptions { max_num_batched_tokens: tokens, ..options(CandleDevice::Cpu, 16) };
+        needs(&gguf, &config, options).expect("known")
+    };
+    let Needs { weights, kv, scratch, .. } = needs(512);
+    assert_eq!(kv, (BLOCKS * config.kv_shape(16).block_bytes()) as u64);
+    assert!(weights > 0 && scratch > needs(16).scratch, "a step of fewer tokens takes less");
+    assert!(needs(512).fit(weights + kv + scratch, "a device").is_ok());
+    let refused = needs(512).fit(weights + kv, "a device").expect_err("nothing is left").to_string();
+    assert!(refused.contains("64 KV blocks and 0.3 GB for a step of 512 tokens do not fit"), "{refused}");
+    assert!(refused.contains("free on a device; --kv-blocks and --max-num-batched-tokens") && !refused.contains('\n'));
+    let endless = Needs { kv: u64::MAX, ..needs(512) };
+    assert!(endless.fit(u64::MAX - 1, "a device").is_err());
 }

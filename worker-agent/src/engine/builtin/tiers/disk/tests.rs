@@ -1,9 +1,11 @@
 //! Files as they are after crashes, cuts, damage and other settings.
 
 use std::sync::{Arc, mpsc};
+use std::time::SystemTime;
 
 use kv_hashing::BlockHash;
 
+use super::heartbeat::{HEARTBEAT, Heartbeat, SILENT};
 use super::thread::DiskThread;
 use super::*;
 use crate::engine::builtin::tiers::slab::Slab;
@@ -87,13 +89,32 @@ impl Volume {
 
     /// Nobody has written there for so many hours.
     fn age(&self, name: &str, hours: u64) {
-        let then = SystemTime::now() - Duration::from_secs(hours * 3600);
         for file in [INDEX, BLOCKS] {
-            let file = OpenOptions::new().write(true).open(self.at(name).join(file)).expect("there");
-            file.set_modified(then).expect("settable");
+            self.set(name, file, Duration::from_secs(hours * 3600));
         }
     }
+
+    /// Its worker is silent since then.
+    fn silence(&self, name: &str, for_: Duration) {
+        self.set(name, HEARTBEAT, for_);
+    }
+
+    fn set(&self, name: &str, file: &str, ago: Duration) {
+        let file = OpenOptions::new().write(true).open(self.at(name).join(file)).expect("there");
+        file.set_modified(SystemTime::now() - ago).expect("settable");
+    }
+
+    /// As after a kill: the lock is free, also for those whom it never reached, and nothing was said.
+    fn killed(&self, name: &str, silent: Duration) -> [Found; 3] {
+        let blocks = filled(&self.own(name));
+        self.silence(name, silent);
+        blocks
+    }
 }
+
+/// A little more and a little less than what is taken for an end.
+const LONG: Duration = SILENT.saturating_add(Duration::from_secs(30));
+const SHORT: Duration = SILENT.saturating_sub(Duration::from_secs(30));
 
 #[test]
 fn a_worker_with_a_new_name_takes_over_what_the_last_one_to_go_has_left() {
@@ -139,6 +160,128 @@ fn what_nobody_has_used_for_a_day_is_deleted_and_nothing_else() {
     assert!(!volume.at("old").exists());
     assert!(volume.at("young").join(BLOCKS).exists() && volume.at("living").join(BLOCKS).exists());
     assert!(volume.at("mixed").join("mine").exists());
+}
+
+/// Where locks do not reach, which is as if nobody had one.
+#[test]
+fn a_heart_that_has_beaten_lately_keeps_a_directory_that_is_not_locked() {
+    let volume = Volume::new();
+    volume.killed("silent", LONG);
+    let blocks = volume.killed("living", SHORT);
+    for (name, hours) in [("silent", 25), ("living", 25)] {
+        volume.age(name, hours);
+    }
+    let other = DiskFormat { fingerprint: 8, ..FORMAT };
+    open(&volume.own("new"), other, 8);
+    assert!(!volume.at("silent").exists(), "its worker is gone");
+    assert!(open(&volume.at("taker"), FORMAT, 8).1.is_empty());
+    assert_eq!(open(&volume.at("living"), FORMAT, 8).1, blocks, "its worker has it still");
+}
+
+#[test]
+fn a_directory_is_taken_over_when_its_worker_has_been_silent_for_long() {
+    let volume = Volume::new();
+    let blocks = volume.killed("silent", LONG);
+    assert_eq!(open(&volume.at("new"), FORMAT, 8).1, blocks);
+    assert!(!volume.at("silent").exists());
+}
+
+/// A client's clock may be hours off; the times of files are the volume's.
+#[test]
+fn a_beat_of_the_future_is_a_sign_of_life() {
+    let volume = Volume::new();
+    filled(&volume.own("ahead"));
+    let heartbeat = OpenOptions::new().write(true).open(volume.at("ahead").join(HEARTBEAT)).expect("there");
+    heartbeat.set_modified(SystemTime::now() + Duration::from_secs(7200)).expect("settable");
+    volume.age("ahead", 25);
+    assert!(open(&volume.at("new"), FORMAT, 8).1.is_empty());
+    assert!(volume.at("ahead").exists());
+}
+
+/// What an older version has made, and may be writing to, on a node whose locks do not reach here.
+#[test]
+fn a_directory_without_a_heartbeat_is_left_alone_for_a_day() {
+    let volume = Volume::new();
+    let mut blocks = Vec::new();
+    for (name, hours) in [("young", 23), ("old", 25)] {
+        blocks.push(filled(&volume.own(name)));
+        std::fs::remove_file(volume.at(name).join(HEARTBEAT)).expect("there");
+        volume.age(name, hours);
+    }
+    assert_eq!(open(&volume.at("new"), FORMAT, 8).1, blocks[1]);
+    assert!(volume.at("young").join(BLOCKS).exists());
+}
+
+/// What there is after each step of making a directory, where its lock does not reach.
+#[test]
+fn a_directory_that_is_just_being_made_is_nobodys_to_take() {
+    let volume = Volume::new();
+    let other = DiskFormat { fingerprint: 8, ..FORMAT };
+    let dir = volume.own("making");
+    let look = |number: usize, step: &str| {
+        open(&volume.own(&format!("other-{number}")), other, 8);
+        assert!(open(&volume.at(&format!("new-{number}")), FORMAT, 8).1.is_empty());
+        assert!(dir.exists(), "after {step}");
+    };
+    look(0, "the directory");
+    drop(super::open(&dir.join(LOCK)).expect("makes"));
+    look(1, "the lock");
+    let heartbeat = Heartbeat::begin(&dir).expect("begins");
+    look(2, "the heartbeat");
+    let index = super::open(&dir.join(INDEX)).expect("makes");
+    look(3, "the index");
+    index.write_all_at(&Header::of(FORMAT).to_bytes(), 0).expect("writes");
+    look(4, "its header");
+    drop(super::open(&dir.join(BLOCKS)).expect("makes"));
+    look(5, "the blocks");
+    drop(heartbeat);
+}
+
+#[test]
+fn the_thread_beats_also_when_it_has_nothing_to_do() {
+    let volume = Volume::new();
+    let (disk, _) = open(&volume.at("own"), FORMAT, 8);
+    volume.silence("own", LONG);
+    let slab = Arc::new(Slab::new(FORMAT.block_bytes, 1).expect("memory"));
+    let thread = DiskThread::beating(Duration::from_millis(5), disk, slab, |_| ()).expect("starts");
+    let heartbeat = volume.at("own").join(HEARTBEAT);
+    let age = || {
+        let beat = std::fs::metadata(&heartbeat).and_then(|file| file.modified()).expect("there");
+        SystemTime::now().duration_since(beat).unwrap_or_default()
+    };
+    let until = Instant::now() + Duration::from_secs(20);
+    while age() > SHORT {
+        assert!(Instant::now() < until, "no beat");
+        std::thread::yield_now();
+    }
+    drop(thread);
+    assert!(age() > LONG, "whoever goes says so");
+}
+
+/// Its node was cut off from the volume for longer than others wait.
+#[test]
+fn a_worker_whose_directory_was_taken_writes_there_no_more() {
+    let volume = Volume::new();
+    let (disk, _) = open(&volume.at("own"), FORMAT, 8);
+    let slab = Arc::new(Slab::new(FORMAT.block_bytes, 1).expect("memory"));
+    let (told, hears) = mpsc::channel();
+    std::fs::rename(volume.at("own"), volume.at("taker")).expect("renames");
+    let beat = std::fs::metadata(volume.at("taker").join(HEARTBEAT)).and_then(|file| file.modified()).expect("there");
+    let done = move |done| told.send(done).expect("the test listens");
+    let thread = DiskThread::beating(Duration::from_millis(5), disk, slab, done).expect("starts");
+    assert_eq!(hears.recv_timeout(Duration::from_secs(20)), Ok(Done::Stopped));
+    drop(thread);
+    let after = std::fs::metadata(volume.at("taker").join(HEARTBEAT)).and_then(|file| file.modified()).expect("there");
+    assert_eq!(beat, after, "the heartbeat is the taker's");
+}
+
+#[test]
+fn whoever_looks_first_claims_before_it_takes() {
+    let volume = Volume::new();
+    let blocks = volume.killed("silent", LONG);
+    heartbeat::claim(&volume.at("silent")).expect("touches");
+    assert!(open(&volume.at("second"), FORMAT, 8).1.is_empty(), "the first one is about to take it");
+    assert_eq!(open(&volume.at("silent"), FORMAT, 8).1, blocks);
 }
 
 #[test]

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use kv_hashing::SequenceHash;
 use parking_lot::{Condvar, Mutex};
 
+use super::heartbeat::BEAT;
 use super::{Disk, write_fault};
 use crate::engine::builtin::tiers::slab::Slab;
 use crate::engine::builtin::tiers::{CachedBlock, DiskSlot, Done, Slot, WriteFault};
@@ -23,10 +24,23 @@ const LOG_EVERY: Duration = Duration::from_secs(60);
 /// Something to do with the files.
 #[derive(Clone, Copy, Debug)]
 enum Job {
-    Read { from: DiskSlot, to: Slot, hash: SequenceHash },
-    Write { from: Slot, to: DiskSlot, block: CachedBlock },
+    Read {
+        from: DiskSlot,
+        to: Slot,
+        hash: SequenceHash,
+    },
+    Write {
+        from: Slot,
+        to: DiskSlot,
+        block: CachedBlock,
+    },
     Erase(DiskSlot),
+    /// Says that the worker lives.
+    Beat,
 }
+
+/// The directory is another worker's now.
+struct Taken;
 
 #[derive(Default)]
 struct Queue {
@@ -55,8 +69,19 @@ pub struct DiskThread {
 impl DiskThread {
     /// Starts it; `done` is called on it at the end of each read and write, and when the thread fails, after which nothing follows.
     pub fn start(disk: Disk, slab: Arc<Slab>, done: impl Fn(Done) + Send + 'static) -> std::io::Result<Self> {
+        Self::beating(BEAT, disk, slab, done)
+    }
+
+    /// As [`Self::start`], with a heartbeat every so often.
+    pub(super) fn beating(
+        every: Duration,
+        disk: Disk,
+        slab: Arc<Slab>,
+        done: impl Fn(Done) + Send + 'static,
+    ) -> std::io::Result<Self> {
         let shared = Arc::new(Shared::default());
-        let worker = Worker { shared: shared.clone(), disk, slab, done, quiet: [None; 2] };
+        let beat = Beats { every, next: Instant::now() + every };
+        let worker = Worker { shared: shared.clone(), disk, slab, done, quiet: [None; 2], beat };
         let thread = std::thread::Builder::new().name("kv-disk".into()).spawn(move || run(worker))?;
         Ok(Self { shared, thread: Some(thread) })
     }
@@ -111,6 +136,13 @@ struct Worker<F> {
     done: F,
     /// Until when failures are not logged: of writes, of reads.
     quiet: [Option<Instant>; 2],
+    beat: Beats,
+}
+
+/// When the heart beats.
+struct Beats {
+    every: Duration,
+    next: Instant,
 }
 
 /// Tells that the thread has ended, however it does, after the files are closed.
@@ -129,22 +161,33 @@ fn run<F: Fn(Done)>(mut worker: Worker<F>) {
     let _end = End(worker.shared.clone());
     let worked = catch_unwind(AssertUnwindSafe(|| {
         while let Some(job) = worker.next() {
-            worker.work(job);
+            worker.work(job)?;
         }
+        Ok(())
     }));
-    if worked.is_err() {
-        tracing::error!("the disk's thread failed: KV blocks are neither written to disk nor read from it any more");
+    let why = match worked {
+        Ok(Ok(())) => None,
+        Ok(Err(Taken)) => Some("another worker has taken the directory of the disk cache"),
+        Err(_) => Some("the disk's thread failed"),
+    };
+    if let Some(why) = why {
+        tracing::error!(why, "KV blocks are neither written to disk nor read from it any more");
         (worker.done)(Done::Stopped);
     }
     drop(worker);
 }
 
 impl<F: Fn(Done)> Worker<F> {
-    fn next(&self) -> Option<Job> {
+    fn next(&mut self) -> Option<Job> {
         let mut queue = self.shared.queue.lock();
         loop {
             if queue.closed {
                 return None;
+            }
+            // Not behind others: a disk with much to do is nobody's sign of death.
+            if Instant::now() >= self.beat.next {
+                self.beat.next = Instant::now() + self.beat.every;
+                return Some(Job::Beat);
             }
             if let Some(job) = queue.reads.pop_front() {
                 return Some(job);
@@ -152,12 +195,17 @@ impl<F: Fn(Done)> Worker<F> {
             if let Some(job) = queue.others.pop_front() {
                 return Some(job);
             }
-            self.shared.wake.wait(&mut queue);
+            self.shared.wake.wait_until(&mut queue, self.beat.next);
         }
     }
 
-    fn work(&mut self, job: Job) {
+    fn work(&mut self, job: Job) -> Result<(), Taken> {
         match job {
+            Job::Beat => match self.disk.beat() {
+                Ok(true) => {}
+                Ok(false) => return Err(Taken),
+                Err(error) => drop(self.write_failed(&error)),
+            },
             Job::Read { from, to, hash } => {
                 // SAFETY: the catalog gave this slot to this read alone, and uses it again only after `done`.
                 let outcome = self.disk.read(from, hash, unsafe { self.slab.slot_mut(to) });
@@ -184,6 +232,7 @@ impl<F: Fn(Done)> Worker<F> {
                 }
             }
         }
+        Ok(())
     }
 
     fn write_failed(&mut self, error: &std::io::Error) -> WriteFault {

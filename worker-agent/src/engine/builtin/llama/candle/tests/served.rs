@@ -124,7 +124,7 @@ async fn blocks_that_were_evicted_come_back_to_the_device() {
     const ARENA: usize = 8;
     let model = Model::llama();
     for device in devices() {
-        let small = CandleOptions { device, block_size: 16, total_blocks: ARENA };
+        let small = CandleOptions { total_blocks: ARENA, ..options(device, 16) };
         let small = CandleLlama::from_gguf(&opened(&model.file()), small).expect("loads");
         let tiers =
             TierOptions { host_bytes: 100 * small.arena().shape().block_bytes() as u64, ..TierOptions::default() };
