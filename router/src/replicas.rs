@@ -43,6 +43,8 @@ pub(crate) trait Load: Send + Sync + 'static {
     fn expire(&self, after: Duration) -> Tally;
     /// An addition for each own booking.
     fn own_bookings(&self) -> Vec<ReplicaEvent>;
+    /// Own bookings that have generated anything: their names, and how many tokens.
+    fn own_growth(&self) -> Vec<(Arc<str>, usize)>;
 }
 
 /// What a change of the load did.
@@ -101,7 +103,7 @@ impl Replicas {
         let (view, announced) = peers::start(settings.peers, own, address, stop.clone()).await?;
         let (hub, wants, asks) = hub::Hub::new(own, load.clone(), metrics.clone(), settings.expiry);
         let standing = outbox.standing();
-        let inbox = Inbox { outbox, asks, wants, renewal: settings.expiry / 3 };
+        let inbox = Inbox { outbox, asks, wants };
         let mesh = Mesh::new(own, hub, standing, metrics);
         let told = stop.clone().run_until_cancelled_owned(publisher.run(Feed::new(), inbox, load));
         let heard = stop.run_until_cancelled_owned(mesh.run(view));

@@ -30,7 +30,7 @@ const EDGES: &[(&str, &[&str])] = &[
     ("armature-python", &["kv-hashing", "kv-index", "protocol"]),
     ("index-bench", &["kv-index", "kv-hashing"]),
     ("integration-tests", &[]),
-    ("frontend-bench", &["worker-agent", "protocol", "kv-index", "kv-hashing"]),
+    ("frontend-bench", &["worker-agent", "routing", "protocol", "kv-index", "kv-hashing"]),
     ("xtask", &[]),
     ("proto-codegen", &[]),
 ];

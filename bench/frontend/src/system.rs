@@ -12,7 +12,7 @@ use anyhow::{Context, bail};
 use tokio::process::{Child, Command};
 
 use crate::process::{Process, Usage};
-pub use ready::{reached, routable, shows};
+pub use ready::{get, reached, routable, shows};
 
 /// What clients put into "model".
 pub const MODEL: &str = "tiny";

@@ -1,7 +1,8 @@
 //! What routers tell each other, so that each counts the requests of all: Dynamo's `active_sequences_events`, msgpack with
-//! field names, and beside it two topics of ours by which a router joins and repairs what it missed.
+//! field names, and beside it three topics of ours: by one a router tells how answers grow, by the others it joins and repairs
+//! what it missed.
 //!
-//! All three travel in the frames of [`crate::event_plane`], with the router's id as publisher. An addition carries a few
+//! All of them travel in the frames of [`crate::event_plane`], with the router's id as publisher. An addition carries a few
 //! fields that the peer's own does not have: they are ignored there, and have defaults here when they are absent. Unknown
 //! fields are ignored on reading.
 
@@ -11,10 +12,12 @@ use crate::event_plane::EventFrameError;
 
 /// Topic of [`ActiveSequenceBatch`].
 pub const ACTIVE_SEQUENCES: &str = "active_sequences_events";
+/// Topic of [`GrowthBatch`].
+pub const GROWTH: &str = "armature_router_growth";
 /// Topic of [`RouterStatus`].
 pub const ROUTER_STATUS: &str = "armature_router_status";
 
-/// Most events in one message.
+/// Most events, or requests that grew, in one message.
 pub const MAX_BATCH_EVENTS: usize = 256;
 /// Most prompt blocks in one message, over all its events: 8192 × 9 bytes = 74 KB. An event of more is alone in its message.
 pub const MAX_BATCH_BLOCKS: usize = 8192;
@@ -60,7 +63,7 @@ pub struct WorkerWithDpRank {
 /// What happened.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ActiveSequenceData {
-    /// It was routed; said again when it has made progress.
+    /// It was routed.
     AddRequest(AddRequest),
     /// Its first token came.
     MarkPrefillCompleted,
@@ -123,10 +126,26 @@ pub struct PrefillDuration {
     pub nanos: u32,
 }
 
+/// Payload of [`GROWTH`], sent a few times a second. Numbered together with [`ACTIVE_SEQUENCES`], so that its loss is seen too.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GrowthBatch {
+    /// Running requests that have generated more than was told of them.
+    pub requests: Vec<Growth>,
+}
+
+/// How far a request has come.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Growth {
+    /// See [`ActiveSequenceEvent::request_id`].
+    pub request_id: String,
+    /// Tokens generated so far.
+    pub output_tokens: u64,
+}
+
 /// Payload of [`ROUTER_STATUS`], sent a few times a second: the router lives, and how far its events have come.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RouterStatus {
-    /// Sequence that its next [`ACTIVE_SEQUENCES`] message will have: whoever expects a lower one has missed some.
+    /// Sequence that its next [`ACTIVE_SEQUENCES`] or [`GROWTH`] message will have: whoever expects a lower one has missed some.
     pub next_sequence: u64,
     /// Snapshots that it waits for.
     #[serde(default)]

@@ -207,6 +207,12 @@ impl ActiveLoad {
         })
     }
 
+    /// Own bookings that have generated anything: their names, and how many tokens. Cost: linear in the own bookings.
+    pub fn own_growth(&self) -> impl Iterator<Item = (Arc<str>, usize)> + '_ {
+        let grown = self.bookings.values().filter(|(_, state)| state.output_tokens > 0);
+        grown.map(|(request, state)| (request.clone(), state.output_tokens))
+    }
+
     /// Takes over what another router did. Events of one booking may come in any order and more than once: the outcome is
     /// the same. A free that comes before its add is remembered for a while.
     pub fn apply(&mut self, event: &ReplicaEvent, now: Duration) -> Applied {

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use kv_index::{WorkerId, WorkerRank};
 use protocol::replica_sync::{
-    ACTIVE_SEQUENCES, ActiveSequenceBatch, ActiveSequenceData, ActiveSequenceEvent, MAX_BATCH_BLOCKS, MAX_BATCH_EVENTS,
-    ROUTER_STATUS, RouterStatus, Snapshot, SnapshotRequest, encode, snapshot_topic,
+    ACTIVE_SEQUENCES, ActiveSequenceBatch, ActiveSequenceData, ActiveSequenceEvent, GROWTH, GrowthBatch,
+    MAX_BATCH_BLOCKS, MAX_BATCH_EVENTS, ROUTER_STATUS, RouterStatus, Snapshot, SnapshotRequest, encode, snapshot_topic,
 };
 use routing::{BookingState, ReplicaChange, ReplicaEvent, RouterId};
 
@@ -30,18 +30,14 @@ pub(super) struct Outgoing {
 /// Everything told so far, as far as it matters.
 #[derive(Default)]
 pub(super) struct Feed {
-    told: HashMap<Arc<str>, Told>,
-    /// Sequence of the next message of events, of status, and of snapshots.
+    /// Where each running booking is.
+    ranks: HashMap<Arc<str>, WorkerRank>,
+    /// Tokens of each booking that had generated any when growth was told last.
+    grown: HashMap<Arc<str>, usize>,
+    /// Sequence of the next message of events or growth, of status, and of snapshots.
     next_events: u64,
     next_status: u64,
     next_snapshot: u64,
-}
-
-/// What the others know of a running booking.
-struct Told {
-    rank: WorkerRank,
-    output_tokens: usize,
-    prefill_completed: bool,
 }
 
 impl Feed {
@@ -51,14 +47,24 @@ impl Feed {
 
     /// Messages that tell these events, in order.
     pub(super) fn events(&mut self, events: impl IntoIterator<Item = ReplicaEvent>) -> Vec<Outgoing> {
-        let events = events.into_iter().map(|event| wire::event(&event, self.note(&event))).collect();
-        let messages = cut(events).into_iter().map(|events| {
-            let sequence = self.next_events;
-            self.next_events += 1;
-            let payload = encode(&ActiveSequenceBatch { events });
-            Outgoing { topic: ACTIVE_SEQUENCES.to_owned(), sequence, payload }
-        });
-        messages.collect()
+        let events = events.into_iter().filter_map(|event| wire::event(&event, self.note(&event))).collect();
+        let payloads = cut(events).into_iter().map(|events| encode(&ActiveSequenceBatch { events }));
+        payloads.map(|payload| self.numbered(ACTIVE_SEQUENCES, payload)).collect()
+    }
+
+    /// Messages that tell how far bookings have grown, of those that grew since the last call.
+    pub(super) fn growth(&mut self, running: Vec<(Arc<str>, usize)>) -> Vec<Outgoing> {
+        let before = std::mem::replace(&mut self.grown, running.iter().cloned().collect());
+        let grew = running.iter().filter(|(request, tokens)| before.get(request) != Some(tokens));
+        let requests: Vec<_> = grew.map(|(request, tokens)| wire::growth(request, *tokens)).collect();
+        let payloads = requests.chunks(MAX_BATCH_EVENTS).map(|part| encode(&GrowthBatch { requests: part.to_vec() }));
+        payloads.map(|payload| self.numbered(GROWTH, payload)).collect()
+    }
+
+    fn numbered(&mut self, topic: &str, payload: Vec<u8>) -> Outgoing {
+        let sequence = self.next_events;
+        self.next_events += 1;
+        Outgoing { topic: topic.to_owned(), sequence, payload }
     }
 
     /// Events were lost before they could be told: every reader shall see a gap.
@@ -77,7 +83,7 @@ impl Feed {
     /// Messages that tell one other router all that runs here.
     pub(super) fn snapshot(&mut self, asker: RouterId, nonce: u64, running: &[ReplicaEvent]) -> Vec<Outgoing> {
         let next_sequence = self.next_events;
-        let added = running.iter().filter_map(|event| Some(wire::event(event, state(event)?.rank)));
+        let added = running.iter().filter_map(|event| wire::event(event, state(event)?.rank));
         let mut parts = cut(added.collect());
         if parts.is_empty() {
             parts.push(Vec::new());
@@ -92,31 +98,15 @@ impl Feed {
         messages.collect()
     }
 
-    /// Of the running bookings' additions, those of bookings that made progress since something was told of them.
-    pub(super) fn renewals(&self, mut running: Vec<ReplicaEvent>) -> Vec<ReplicaEvent> {
-        running.retain(|event| {
-            let (told, state) = (self.told.get(&event.request), state(event));
-            state.map(progress) != told.map(|told| (told.output_tokens, told.prefill_completed))
-        });
-        running
-    }
-
     /// Takes note of what is told, and says where the booking runs.
     fn note(&mut self, event: &ReplicaEvent) -> WorkerRank {
         match &event.change {
             ReplicaChange::Add(state) => {
-                let (rank, (output_tokens, prefill_completed)) = (state.rank, progress(state));
-                self.told.insert(event.request.clone(), Told { rank, output_tokens, prefill_completed });
-                rank
+                self.ranks.insert(event.request.clone(), state.rank);
+                state.rank
             }
-            ReplicaChange::MarkPrefillCompleted => match self.told.get_mut(&event.request) {
-                Some(told) => {
-                    told.prefill_completed = true;
-                    told.rank
-                }
-                None => NOWHERE,
-            },
-            ReplicaChange::Free => self.told.remove(&event.request).map_or(NOWHERE, |told| told.rank),
+            ReplicaChange::Free => self.ranks.remove(&event.request).unwrap_or(NOWHERE),
+            _ => self.ranks.get(&event.request).copied().unwrap_or(NOWHERE),
         }
     }
 }
@@ -124,12 +114,8 @@ impl Feed {
 fn state(event: &ReplicaEvent) -> Option<&BookingState> {
     match &event.change {
         ReplicaChange::Add(state) => Some(state),
-        ReplicaChange::MarkPrefillCompleted | ReplicaChange::Free => None,
+        _ => None,
     }
-}
-
-fn progress(state: &BookingState) -> (usize, bool) {
-    (state.output_tokens, state.prefill_completed)
 }
 
 /// Cuts events into as few messages as the limits allow, in order.
@@ -217,18 +203,28 @@ mod tests {
     }
 
     #[test]
-    fn only_progress_is_told_again() {
+    fn growth_is_told_of_those_that_grew_and_in_the_order_of_events() {
         let mut feed = Feed::new();
-        let added = |request, output| event(request, ReplicaChange::Add(booked(1, output)));
-        let running = |output| vec![added("a", output), added("b", 0)];
-        let told = |events: Vec<ReplicaEvent>| events.iter().map(|e| e.request.to_string()).collect::<Vec<_>>();
-        assert_eq!(told(feed.renewals(running(0))), ["a", "b"], "nothing was told of them");
-        feed.events(running(0));
-        assert!(feed.renewals(running(0)).is_empty());
-        let renewed = feed.renewals(running(16));
-        assert_eq!(told(renewed.clone()), ["a"]);
-        feed.events(renewed);
-        assert!(feed.renewals(running(16)).is_empty());
+        let running = |tokens: &[usize]| -> Vec<(Arc<str>, usize)> {
+            tokens.iter().enumerate().map(|(n, tokens)| (n.to_string().into(), *tokens)).collect()
+        };
+        let grown = |messages: Vec<Outgoing>| -> Vec<(u64, String, u64)> {
+            let told = messages.into_iter().flat_map(|Outgoing { topic, sequence, payload }| {
+                assert_eq!(topic, GROWTH);
+                let requests = decode::<GrowthBatch>(&payload).expect("own output").requests;
+                requests.into_iter().map(move |growth| (sequence, growth.request_id, growth.output_tokens))
+            });
+            told.collect()
+        };
+        feed.events([event("0", ReplicaChange::Add(booked(1, 0)))]);
+        let told = |sequence, request: &str, tokens| (sequence, request.to_owned(), tokens);
+        assert_eq!(grown(feed.growth(running(&[16, 16]))), [told(1, "0", 16), told(1, "1", 16)]);
+        assert_eq!(grown(feed.growth(running(&[16, 32]))), [told(2, "1", 32)]);
+        assert!(feed.growth(running(&[16, 32])).is_empty());
+        feed.events([event("0", ReplicaChange::Free)]);
+        let many = grown(feed.growth(running(&[48; 257])));
+        assert_eq!((many.len(), many[255].0, many[256].0), (257, 4, 5));
+        assert!(feed.growth(Vec::new()).is_empty() && feed.grown.is_empty(), "what has ended is forgotten");
     }
 
     #[test]

@@ -8,8 +8,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use protocol::event_plane::decode_envelope;
 use protocol::replica_sync::{
-    ACTIVE_SEQUENCES, ActiveSequenceBatch, ActiveSequenceEvent, ROUTER_STATUS, RouterStatus, Snapshot, decode,
-    snapshot_topic,
+    ACTIVE_SEQUENCES, ActiveSequenceBatch, ActiveSequenceEvent, GROWTH, GrowthBatch, ROUTER_STATUS, RouterStatus,
+    Snapshot, decode, snapshot_topic,
 };
 use routing::{ReplicaEvent, RouterId};
 use tokio::sync::mpsc;
@@ -52,7 +52,7 @@ impl Link {
 
 async fn read_for_ever(address: Arc<str>, own: RouterId, out: mpsc::Sender<Heard>, metrics: Arc<ReplicaMetrics>) {
     let (dialed, snapshots) = (format!("tcp://{address}"), snapshot_topic(own.0));
-    let topics = [ACTIVE_SEQUENCES, ROUTER_STATUS, &snapshots];
+    let topics = [ACTIVE_SEQUENCES, GROWTH, ROUTER_STATUS, &snapshots];
     loop {
         if let Some(subscriber) = Subscriber::connect(&dialed, &topics, SILENCE).await
             && read(subscriber, &address, &out, &metrics).await.is_err()
@@ -99,6 +99,10 @@ pub(super) fn message_of(parts: &[Bytes], metrics: &ReplicaMetrics) -> Result<Me
     let body = if topic.as_ref() == ACTIVE_SEQUENCES.as_bytes() {
         let batch: ActiveSequenceBatch = decode(&envelope.payload).map_err(|_| "malformed")?;
         Body::Events { sequence: envelope.sequence, events: events(batch.events, from, metrics) }
+    } else if topic.as_ref() == GROWTH.as_bytes() {
+        let batch: GrowthBatch = decode(&envelope.payload).map_err(|_| "malformed")?;
+        let grown = batch.requests.into_iter().map(|growth| wire::read_growth(growth, from));
+        Body::Events { sequence: envelope.sequence, events: readable(grown, metrics) }
     } else if topic.as_ref() == ROUTER_STATUS.as_bytes() {
         let status: RouterStatus = decode(&envelope.payload).map_err(|_| "malformed")?;
         Body::Status(status)
@@ -111,6 +115,12 @@ pub(super) fn message_of(parts: &[Bytes], metrics: &ReplicaMetrics) -> Result<Me
 }
 
 fn events(events: Vec<ActiveSequenceEvent>, from: RouterId, metrics: &ReplicaMetrics) -> Vec<ReplicaEvent> {
-    let read = events.into_iter().map(|event| wire::read(event, from));
+    readable(events.into_iter().map(|event| wire::read(event, from)), metrics)
+}
+
+fn readable(
+    read: impl Iterator<Item = Result<ReplicaEvent, &'static str>>,
+    metrics: &ReplicaMetrics,
+) -> Vec<ReplicaEvent> {
     read.filter_map(|event| event.map_err(|reason| metrics.refuse(reason)).ok()).collect()
 }

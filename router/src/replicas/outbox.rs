@@ -93,6 +93,11 @@ impl Receiver {
         self.events.len()
     }
 
+    /// Whether there is anybody to tell.
+    pub(super) fn listened(&self) -> bool {
+        self.flags.listened.load(Ordering::Relaxed)
+    }
+
     /// Whether events were lost since the last call.
     pub(super) fn lost(&self) -> bool {
         self.flags.lost.swap(false, Ordering::AcqRel)

@@ -1,4 +1,5 @@
-//! The socket that other routers read from: sends own events as they come, a status four times a second, and snapshots.
+//! The socket that other routers read from: sends own events as they come, growth ten times a second, a status four times,
+//! and snapshots.
 //!
 //! The socket never waits for a reader: what does not fit into the bytes that may wait for one is dropped, and shows as a gap.
 
@@ -13,7 +14,7 @@ use routing::{ReplicaEvent, RouterId};
 use socket2::{Domain, Protocol, Socket as TcpSocket, Type};
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, MissedTickBehavior, interval, interval_at, timeout_at};
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
 
 use super::feed::{Feed, Outgoing};
 use super::hub::Ask;
@@ -25,8 +26,12 @@ use crate::metrics::ReasonLabels;
 /// How often the status is sent at least: readers measure silence by it.
 const STATUS: Duration = Duration::from_millis(250);
 
-/// How long the first event of a message waits for more. Below it a message costs more than the event is worth.
-const LINGER: Duration = Duration::from_millis(1);
+/// How often it is told how far requests have grown. An answer of 100 tokens a second opens a block of 16 six times.
+const GROWTH: Duration = Duration::from_millis(100);
+
+/// Least time between two messages of events: below it a message costs more than the event is worth. After a pause the first
+/// event goes at once, since decisions elsewhere are blind until it is there.
+const SPACING: Duration = Duration::from_millis(1);
 
 /// Connections waiting to be accepted.
 const BACKLOG: i32 = 128;
@@ -39,8 +44,6 @@ pub(super) struct Inbox {
     pub(super) asks: mpsc::Receiver<Ask>,
     /// Snapshots that this router asks for.
     pub(super) wants: watch::Receiver<Vec<SnapshotRequest>>,
-    /// How often bookings that made progress are told again.
-    pub(super) renewal: Duration,
 }
 
 /// The bound socket.
@@ -74,8 +77,9 @@ impl Publisher {
     pub(super) async fn run(mut self, mut feed: Feed, mut inbox: Inbox, load: Arc<dyn Load>) {
         let mut status = interval(STATUS);
         status.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut renewal = interval_at(Instant::now() + inbox.renewal, inbox.renewal);
-        renewal.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut growth = interval(GROWTH);
+        growth.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut due = Instant::now();
         let mut batch = Vec::with_capacity(MAX_BATCH_EVENTS);
         loop {
             tokio::select! {
@@ -83,11 +87,13 @@ impl Publisher {
                     if count == 0 {
                         return;
                     }
-                    self.linger(&mut batch, &mut inbox.outbox).await;
+                    self.linger(due, &mut batch, &mut inbox.outbox).await;
                     if inbox.outbox.lost() {
                         feed.lost();
                     }
-                    self.tell(&mut feed, batch.drain(..)).await;
+                    self.metrics.sent.inc_by(batch.len() as u64);
+                    self.send_all(feed.events(batch.drain(..))).await;
+                    due = Instant::now() + SPACING;
                 }
                 Some(ask) = inbox.asks.recv() => {
                     self.metrics.snapshots.get_or_create(&ReasonLabels { reason: "sent" }).inc();
@@ -95,32 +101,21 @@ impl Publisher {
                 }
                 Ok(()) = inbox.wants.changed() => self.status(&mut feed, &mut inbox.wants).await,
                 _ = status.tick() => self.status(&mut feed, &mut inbox.wants).await,
-                _ = renewal.tick() => {
-                    let renewed = feed.renewals(load.own_bookings());
-                    self.tell(&mut feed, renewed).await;
-                }
+                _ = growth.tick(), if inbox.outbox.listened() => self.send_all(feed.growth(load.own_growth())).await,
             }
         }
     }
 
-    /// Waits for more events to share a message with.
-    async fn linger(&self, batch: &mut Vec<ReplicaEvent>, outbox: &mut outbox::Receiver) {
+    /// Waits for more events to share a message with, until one is `due`.
+    async fn linger(&self, due: Instant, batch: &mut Vec<ReplicaEvent>, outbox: &mut outbox::Receiver) {
         self.metrics.queue.set(outbox.len() as f64 / outbox::CAPACITY as f64);
-        let due = Instant::now() + LINGER;
-        while batch.len() < MAX_BATCH_EVENTS {
+        while Instant::now() < due && batch.len() < MAX_BATCH_EVENTS {
             let room = MAX_BATCH_EVENTS - batch.len();
             match timeout_at(due, outbox.recv_many(batch, room)).await {
                 Ok(count) if count > 0 => {}
                 _ => return,
             }
         }
-    }
-
-    async fn tell(&mut self, feed: &mut Feed, events: impl IntoIterator<Item = ReplicaEvent>) {
-        let mut count = 0;
-        let messages = feed.events(events.into_iter().inspect(|_| count += 1));
-        self.metrics.sent.inc_by(count);
-        self.send_all(messages).await;
     }
 
     async fn status(&mut self, feed: &mut Feed, wants: &mut watch::Receiver<Vec<SnapshotRequest>>) {

@@ -58,6 +58,10 @@ impl Load for Clocked {
     fn own_bookings(&self) -> Vec<ReplicaEvent> {
         self.load.lock().own_bookings().collect()
     }
+
+    fn own_growth(&self) -> Vec<(Arc<str>, usize)> {
+        self.load.lock().own_growth().collect()
+    }
 }
 
 /// One router.
@@ -159,9 +163,9 @@ impl Node {
         messages
     }
 
-    fn renew(&mut self) -> Vec<Outgoing> {
-        let renewed = self.feed.renewals(self.load.own_bookings());
-        self.feed.events(renewed)
+    /// How far own requests have grown, as messages.
+    fn growth(&mut self) -> Vec<Outgoing> {
+        self.feed.growth(self.load.own_growth())
     }
 
     /// Reads messages of another router, those of them that it is subscribed to.
@@ -223,6 +227,27 @@ fn each_event_counts_at_the_other_router_at_once() {
     a.first_token(0);
     b.hear(a.own, a.tell());
     assert_eq!(b.view(10), RankView { active_blocks: 5, prefill_tokens: 0, requests: 1 });
+    a.end(0);
+    b.hear(a.own, a.tell());
+    assert_eq!((b.view(10), b.replicated()), (RankView::default(), 0));
+}
+
+#[test]
+fn what_a_request_generates_counts_at_the_other_router_too() {
+    let (mut a, mut b) = (Node::new(1), Node::new(2));
+    converge(&mut a, &mut b);
+    a.book(10, 4);
+    a.first_token(0);
+    b.hear(a.own, a.tell());
+    a.output(0, 100);
+    b.hear(a.own, a.growth());
+    assert_eq!((b.view(10).active_blocks, b.view(10)), (11, a.view(10)), "67 tokens of the prompt, and 100 more");
+    assert!(a.growth().is_empty(), "nothing new");
+    // The growth that tells of more is lost, and the next status shows it.
+    a.output(0, 32);
+    drop(a.growth());
+    converge(&mut a, &mut b);
+    assert_eq!((b.view(10), b.metrics.gaps.get()), (a.view(10), 1));
     a.end(0);
     b.hear(a.own, a.tell());
     assert_eq!((b.view(10), b.replicated()), (RankView::default(), 0));
@@ -321,12 +346,12 @@ fn a_long_stream_counts_until_its_end_and_one_without_progress_does_not() {
     b.hear(a.own, a.tell());
     // Ten minutes, of which both routers hear each other every second.
     for second in 1..=600_u64 {
-        a.output(0, 1);
+        if second.is_multiple_of(EXPIRY.as_secs()) {
+            a.output(0, 1);
+        }
         b.pass(Duration::from_secs(1));
         b.hear(a.own, [a.status()]);
-        if second.is_multiple_of(EXPIRY.as_secs() / 3) {
-            b.hear(a.own, a.renew());
-        }
+        b.hear(a.own, a.growth());
     }
     assert_eq!(b.view(10).requests, 1, "it goes on");
     assert_eq!(b.view(11).requests, 0, "nothing was heard of it");
@@ -375,7 +400,7 @@ enum Step {
     FirstToken(usize),
     Output(usize, usize),
     End(usize),
-    /// Own events become messages; of these and a status, the ones numbered here are lost.
+    /// Own events become messages; of these, growth and a status, the ones numbered here are lost.
     Tell {
         lost: HashSet<usize>,
         status: bool,
@@ -412,6 +437,7 @@ impl Node {
                 let mut messages = self.tell();
                 messages.extend(self.answers());
                 if status {
+                    messages.extend(self.growth());
                     messages.push(self.status());
                 }
                 let arrived = messages.into_iter().enumerate().filter(|(at, _)| !lost.contains(at));
@@ -439,9 +465,9 @@ proptest! {
         a.hear(b.own, told_b);
         b.hear(a.own, told_a);
         converge(&mut a, &mut b);
-        let (renewed_a, renewed_b) = (a.renew(), b.renew());
-        a.hear(b.own, renewed_b);
-        b.hear(a.own, renewed_a);
+        let (grown_a, grown_b) = (a.growth(), b.growth());
+        a.hear(b.own, grown_b);
+        b.hear(a.own, grown_a);
         prop_assert_eq!((a.replicated(), b.replicated()), (b.running.len(), a.running.len()));
         for worker in 10..14 {
             prop_assert_eq!(a.view(worker), b.view(worker), "worker {}", worker);

@@ -2,7 +2,9 @@
 
 use kv_hashing::{BlockSize, SequenceHash};
 use kv_index::{WorkerId, WorkerRank};
-use protocol::replica_sync::{ActiveSequenceData, ActiveSequenceEvent, AddRequest, PrefillLoadHint, WorkerWithDpRank};
+use protocol::replica_sync::{
+    ActiveSequenceData, ActiveSequenceEvent, AddRequest, Growth, PrefillLoadHint, WorkerWithDpRank,
+};
 use routing::{BookingState, Prompt, ReplicaChange, ReplicaEvent, RouterId};
 
 /// Tokens per block where a sender does not say: it counts its blocks itself, so it only scales what it says in tokens.
@@ -14,20 +16,21 @@ const MAX_TOKENS: u64 = 1 << 32;
 /// Longest name of a request.
 const MAX_NAME: usize = 512;
 
-/// The wire form of an event of a booking on `rank`.
-pub(super) fn event(event: &ReplicaEvent, rank: WorkerRank) -> ActiveSequenceEvent {
+/// The wire form of an event of a booking on `rank`; none of growth, which has another ([`growth`]).
+pub(super) fn event(event: &ReplicaEvent, rank: WorkerRank) -> Option<ActiveSequenceEvent> {
     let data = match &event.change {
         ReplicaChange::Add(state) => ActiveSequenceData::AddRequest(add_request(state)),
         ReplicaChange::MarkPrefillCompleted => ActiveSequenceData::MarkPrefillCompleted,
         ReplicaChange::Free => ActiveSequenceData::Free,
+        ReplicaChange::Grow(_) => return None,
     };
-    ActiveSequenceEvent {
+    Some(ActiveSequenceEvent {
         request_id: event.request.to_string(),
         worker: WorkerWithDpRank { worker_id: rank.worker.0, dp_rank: rank.dp_rank },
         data,
         router_id: event.router.0,
         lora_name: None,
-    }
+    })
 }
 
 fn add_request(state: &BookingState) -> AddRequest {
@@ -64,6 +67,20 @@ pub(super) fn read(event: ActiveSequenceEvent, router: RouterId) -> Result<Repli
         ActiveSequenceData::Free => ReplicaChange::Free,
     };
     Ok(ReplicaEvent { router, request: event.request_id.into(), change })
+}
+
+/// The wire form of how far a booking has grown.
+pub(super) fn growth(request: &str, output_tokens: usize) -> Growth {
+    Growth { request_id: request.to_owned(), output_tokens: output_tokens as u64 }
+}
+
+/// The meaning of a growth that `router` tells. The error as with [`read`].
+pub(super) fn read_growth(growth: Growth, router: RouterId) -> Result<ReplicaEvent, &'static str> {
+    if growth.request_id.len() > MAX_NAME {
+        return Err("malformed");
+    }
+    let change = ReplicaChange::Grow(growth.output_tokens.min(MAX_TOKENS) as usize);
+    Ok(ReplicaEvent { router, request: growth.request_id.into(), change })
 }
 
 fn state(rank: WorkerRank, add: AddRequest) -> BookingState {
@@ -107,13 +124,26 @@ mod tests {
         }
     }
 
+    fn wire(sent: &ReplicaEvent) -> ActiveSequenceEvent {
+        event(sent, RANK).expect("no growth")
+    }
+
+    #[test]
+    fn growth_comes_back_within_bounds() {
+        let grown = told(ReplicaChange::Grow(40));
+        assert_eq!(read_growth(growth("r", 40), ROUTER), Ok(grown.clone()));
+        assert_eq!(event(&grown, RANK), None);
+        assert_eq!(read_growth(growth("r", usize::MAX), ROUTER), Ok(told(ReplicaChange::Grow(MAX_TOKENS as usize))));
+        assert_eq!(read_growth(growth(&"r".repeat(MAX_NAME + 1), 1), ROUTER), Err("malformed"));
+    }
+
     #[test]
     fn every_event_comes_back_as_it_was() {
         for change in [ReplicaChange::Add(booked()), ReplicaChange::MarkPrefillCompleted, ReplicaChange::Free] {
             let sent = told(change);
-            assert_eq!(read(event(&sent, RANK), ROUTER), Ok(sent));
+            assert_eq!(read(wire(&sent), ROUTER), Ok(sent));
         }
-        let ActiveSequenceData::AddRequest(add) = event(&told(ReplicaChange::Add(booked())), RANK).data else {
+        let ActiveSequenceData::AddRequest(add) = wire(&told(ReplicaChange::Add(booked()))).data else {
             panic!("an addition")
         };
         assert_eq!(add.overlap, 1, "32 of 70 tokens were expected to be reused");
@@ -121,7 +151,7 @@ mod tests {
 
     #[test]
     fn a_sender_that_says_little_or_too_much_is_read_within_bounds() {
-        let mut sent = event(&told(ReplicaChange::Add(booked())), RANK);
+        let mut sent = wire(&told(ReplicaChange::Add(booked())));
         let ActiveSequenceData::AddRequest(add) = &mut sent.data else { panic!("an addition") };
         (add.isl, add.block_size, add.prefill_load_hint) = (None, None, None);
         let Ok(ReplicaEvent { change: ReplicaChange::Add(state), .. }) = read(sent.clone(), ROUTER) else {
@@ -138,7 +168,7 @@ mod tests {
 
     #[test]
     fn events_in_the_name_of_others_are_refused() {
-        let sent = event(&told(ReplicaChange::Free), RANK);
+        let sent = wire(&told(ReplicaChange::Free));
         assert_eq!(read(sent.clone(), RouterId(8)), Err("another router"));
         assert_eq!(
             read(ActiveSequenceEvent { request_id: "r".repeat(MAX_NAME + 1), ..sent }, ROUTER),

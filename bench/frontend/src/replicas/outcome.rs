@@ -1,67 +1,54 @@
-//! What a run came to: how evenly the workers were loaded, and where it chose as the reference did.
+//! What a run came to: where it chose as one router that sees everything would have, how evenly, and what clients saw of it.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use tokio::time::Instant;
 
 use super::Outcome;
+use super::whole::Judgement;
+
+/// A cost that is higher by no more than this many blocks is the same cost: costs are sums of sixteenths.
+const SAME: f64 = 1e-6;
 
 /// The figures of one run.
 pub struct Summary {
     errors: usize,
     first_error: Option<String>,
-    /// Running requests of the busiest worker, of the mean of all, over time.
-    imbalance: f64,
-    /// Requests that went to the same worker as in the reference run.
-    equal_choices: f64,
-    ttft_p50_ms: f64,
-    ttft_p95_ms: f64,
-    cpu_ms_per_req: f64,
-}
-
-/// Columns of the table.
-const COLUMNS: &[&str] =
-    &["imbalance", "equal_choices", "ttft_p50_ms", "ttft_p95_ms", "router_cpu_ms_per_req", "errors"];
-
-/// The worker of each request; none where it failed.
-pub fn choices(outcomes: &[Outcome]) -> Vec<Option<String>> {
-    outcomes.iter().map(|outcome| outcome.ended.as_ref().ok().map(|answer| answer.worker.clone())).collect()
+    figures: [(&'static str, f64); 7],
 }
 
 impl Summary {
-    pub fn of(outcomes: &[Outcome], reference: &[Option<String>], workers: usize, cpu: Duration) -> Self {
-        let count = outcomes.len().max(1) as f64;
-        let equal = choices(outcomes).iter().zip(reference).filter(|(a, b)| a.is_some() && a == b).count();
+    /// Sums up; decisions count from a quarter of them on, when the load has built up.
+    pub fn of(outcomes: &[Outcome], judgements: &[Judgement], workers: usize, cpu: Duration) -> Self {
+        let judged = &judgements[judgements.len() / 4..];
+        let mean = |of: &dyn Fn(&Judgement) -> f64| judged.iter().map(of).sum::<f64>() / judged.len().max(1) as f64;
+        let blocks = |of: fn(&Judgement) -> u64| judged.iter().map(of).sum::<u64>() as f64;
+        let active = blocks(|judgement| judgement.active_blocks).max(1.0);
         let mut ttft: Vec<f64> = outcomes
             .iter()
             .filter_map(|outcome| Some((outcome.ended.as_ref().ok()?.first - outcome.sent).as_secs_f64() * 1e3))
             .collect();
         ttft.sort_by(f64::total_cmp);
-        let at = |share: f64| ttft.get((ttft.len() as f64 * share) as usize).copied().unwrap_or_default();
+        let ttft = |share: f64| ttft.get((ttft.len() as f64 * share) as usize).copied().unwrap_or_default();
         let failed: Vec<_> = outcomes.iter().filter_map(|outcome| outcome.ended.as_ref().err()).collect();
         Self {
             errors: failed.len(),
             first_error: failed.first().map(|error| format!("{error:#}")),
-            imbalance: imbalance(&runs(outcomes), workers),
-            equal_choices: equal as f64 / count,
-            ttft_p50_ms: at(0.5),
-            ttft_p95_ms: at(0.95),
-            cpu_ms_per_req: cpu.as_secs_f64() * 1e3 / count,
+            figures: [
+                ("as_one", mean(&|judgement| f64::from(u8::from(judgement.regret <= SAME)))),
+                ("regret_blocks", mean(&|judgement| judgement.regret)),
+                ("load_seen", blocks(|judgement| judgement.seen_blocks) / active),
+                ("imbalance", blocks(|judgement| judgement.busiest_blocks) * workers as f64 / active),
+                ("ttft_p50_ms", ttft(0.5)),
+                ("ttft_p95_ms", ttft(0.95)),
+                ("router_cpu_ms_per_req", cpu.as_secs_f64() * 1e3 / outcomes.len().max(1) as f64),
+            ],
         }
     }
 
     /// Adds the figures to a line.
     pub fn add_to(&self, line: &mut Value) {
-        let figures = [
-            ("imbalance", self.imbalance),
-            ("equal_choices", self.equal_choices),
-            ("ttft_p50_ms", self.ttft_p50_ms),
-            ("ttft_p95_ms", self.ttft_p95_ms),
-            ("router_cpu_ms_per_req", self.cpu_ms_per_req),
-        ];
-        for (name, value) in figures {
+        for (name, value) in self.figures {
             line[name] = json!((value * 1e3).round() / 1e3);
         }
         line["errors"] = json!(self.errors);
@@ -71,58 +58,53 @@ impl Summary {
     }
 }
 
-/// Where each request ran, and from when to when.
-fn runs(outcomes: &[Outcome]) -> Vec<(&str, Instant, Instant)> {
-    let answered = outcomes.iter().filter_map(|outcome| Some((outcome.sent, outcome.ended.as_ref().ok()?)));
-    answered.map(|(sent, answer)| (answer.worker.as_str(), sent, answer.last)).collect()
-}
+/// Columns of the table.
+const COLUMNS: [&str; 8] = [
+    "as_one",
+    "regret_blocks",
+    "load_seen",
+    "imbalance",
+    "ttft_p50_ms",
+    "ttft_p95_ms",
+    "router_cpu_ms_per_req",
+    "errors",
+];
 
-/// The mean over time of the busiest worker's running requests, divided by the mean over time of all workers'. Counted from a
-/// quarter of the arrivals, when the load has built up, to the last one.
-fn imbalance(runs: &[(&str, Instant, Instant)], workers: usize) -> f64 {
-    let (Some(from), Some(to)) = (runs.get(runs.len() / 4), runs.last()) else { return 0.0 };
-    let (from, to) = (from.1, to.1);
-    let mut changes: Vec<(Instant, &str, i64)> =
-        runs.iter().flat_map(|(worker, begin, end)| [(*begin, *worker, 1), (*end, *worker, -1)]).collect();
-    changes.sort_by_key(|(at, _, _)| *at);
-    let mut running = BTreeMap::<&str, i64>::new();
-    let (mut busiest, mut all, mut before) = (0.0, 0.0, from);
-    for (at, worker, change) in changes {
-        let seconds = at.min(to).saturating_duration_since(before).as_secs_f64();
-        busiest += running.values().max().copied().unwrap_or_default() as f64 * seconds;
-        all += running.values().sum::<i64>() as f64 * seconds;
-        before = before.max(at);
-        *running.entry(worker).or_default() += change;
-    }
-    if all > 0.0 { busiest * workers as f64 / all } else { 0.0 }
-}
-
-/// Prints the lines as a table in Markdown.
+/// Prints the lines as a table in Markdown, and what its columns are.
 pub fn table(lines: &[Value]) {
-    println!("\n| routers | {} |\n|---{}|", COLUMNS.join(" | "), "|---".repeat(COLUMNS.len()));
+    println!("\n| workload | routers | {} |\n|---|---{}|", COLUMNS.join(" | "), "|---".repeat(COLUMNS.len()));
     for line in lines {
         let cells: Vec<String> = COLUMNS.iter().map(|column| line[*column].to_string()).collect();
-        println!("| {} ({}) | {} |", line["case"].as_str().unwrap_or("?"), line["routers"], cells.join(" | "));
+        let text = |name: &str| line[name].as_str().unwrap_or("?");
+        println!("| {} | {} | {} |", text("workload"), text("case"), cells.join(" | "));
     }
+    println!(
+        "\nas_one: decisions for a worker of the lowest cost by the load of all routers. regret_blocks: what the chosen worker cost \
+         beyond that, mean. load_seen: blocks in use that the routers knew of when they decided, of all. imbalance: blocks in use on \
+         the busiest worker when a request comes, of the mean of all workers."
+    );
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn of(runs: &[(&'static str, u64, u64)], workers: usize) -> f64 {
-        let start = Instant::now();
-        let at = |s| start + Duration::from_secs(s);
-        let runs: Vec<_> = runs.iter().map(|(worker, begin, end)| (*worker, at(*begin), at(*end))).collect();
-        imbalance(&runs, workers)
-    }
-
     #[test]
-    fn even_load_is_one_and_a_worker_that_has_all_counts_for_all() {
-        assert_eq!(of(&[("a", 0, 10), ("b", 0, 10), ("a", 5, 9), ("b", 5, 9)], 2), 1.0);
-        assert_eq!(of(&[("a", 0, 10), ("a", 0, 10), ("a", 5, 9)], 4), 4.0);
-        assert_eq!(of(&[], 4), 0.0);
-        // From 2 s to 6 s: 2 s of (1, 0), then 2 s of (1, 1): busiest 4, all 6.
-        assert_eq!(of(&[("a", 0, 2), ("a", 2, 9), ("b", 4, 9), ("a", 6, 7)], 2), 4.0 * 2.0 / 6.0);
+    fn decisions_are_counted_once_the_load_has_built_up() {
+        let judged = |regret, seen_blocks, active_blocks, busiest_blocks| Judgement {
+            regret,
+            seen_blocks,
+            active_blocks,
+            busiest_blocks,
+        };
+        let judgements =
+            [judged(9.0, 0, 0, 0), judged(0.0, 10, 20, 10), judged(3.0, 10, 20, 10), judged(0.0, 20, 40, 30)];
+        let summary = Summary::of(&[], &judgements, 2, Duration::ZERO);
+        let mut line = json!({});
+        summary.add_to(&mut line);
+        assert_eq!((&line["as_one"], &line["regret_blocks"]), (&json!(0.667), &json!(1.0)));
+        assert_eq!((&line["load_seen"], &line["imbalance"]), (&json!(0.5), &json!(1.25)));
+        Summary::of(&[], &[], 2, Duration::ZERO).add_to(&mut line);
+        assert_eq!((&line["as_one"], &line["imbalance"], &line["errors"]), (&json!(0.0), &json!(0.0), &json!(0)));
     }
 }

@@ -37,7 +37,8 @@ pub async fn reached(address: SocketAddr, path: &str, wanted: impl Fn(&str) -> b
     bail!("{path} of {address} did not answer as it should within {} s", READY.as_secs())
 }
 
-async fn get(address: SocketAddr, path: &str) -> std::io::Result<String> {
+/// The answer to a GET, head and body.
+pub async fn get(address: SocketAddr, path: &str) -> std::io::Result<String> {
     let mut stream = TcpStream::connect(address).await?;
     stream.write_all(format!("GET {path} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n").as_bytes()).await?;
     let mut answer = String::new();

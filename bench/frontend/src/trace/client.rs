@@ -23,6 +23,8 @@ pub struct Answer {
     pub cached_tokens: u64,
     /// Who answered.
     pub worker: String,
+    /// What the router calls it.
+    pub id: String,
 }
 
 /// How a request ended.
@@ -66,6 +68,7 @@ struct Stream {
     status: Option<u16>,
     in_body: bool,
     worker: String,
+    id: String,
     first: Option<Instant>,
     last: Option<Instant>,
     usage: Option<Value>,
@@ -106,7 +109,10 @@ impl Stream {
         } else if find(data, b"\"usage\":{") {
             self.usage = serde_json::from_slice::<Value>(data)?.get("usage").cloned();
         } else if !find(data, b"\"text\":\"\"") {
-            self.first.get_or_insert(now);
+            if self.first.is_none() {
+                self.first = Some(now);
+                self.id = id(data).context("an answer without id")?.to_owned();
+            }
             self.last = Some(now);
         }
         Ok(())
@@ -122,8 +128,15 @@ impl Stream {
             answer_tokens: count("/completion_tokens")?,
             cached_tokens: count("/prompt_tokens_details/cached_tokens")?,
             worker: self.worker,
+            id: self.id,
         })
     }
+}
+
+/// The value of a chunk's `id`; ids have no escapes.
+fn id(data: &[u8]) -> Option<&str> {
+    let (_, rest) = std::str::from_utf8(data).ok()?.split_once("\"id\":\"")?;
+    Some(rest.split_once('"')?.0)
 }
 
 fn find(text: &[u8], word: &[u8]) -> bool {
@@ -137,7 +150,7 @@ mod tests {
     use super::*;
 
     const ANSWER: &str = "HTTP/1.0 200 OK\r\nX-Armature-Worker: m-1\r\n\r\n\
-        data: {\"choices\":[{\"index\":0,\"text\":\" a\",\"finish_reason\":null}],\"usage\":null}\n\n: keep-alive\n\n\
+        data: {\"id\":\"cmpl-1\",\"choices\":[{\"index\":0,\"text\":\" a\",\"finish_reason\":null}],\"usage\":null}\n\n: keep-alive\n\n\
         data: {\"choices\":[{\"index\":0,\"text\":\" b\",\"finish_reason\":null}],\"usage\":null}\n\n\
         data: {\"choices\":[{\"index\":0,\"text\":\"\",\"finish_reason\":\"length\"}],\"usage\":null}\n\n\
         data: {\"choices\":[],\"usage\":{\"prompt_tokens\":9,\"completion_tokens\":2,\"prompt_tokens_details\":{\"cached_tokens\":4}}}\n\n\
@@ -159,7 +172,7 @@ mod tests {
         let (stream, start) = read(ANSWER).expect("good");
         let answer = stream.answer().expect("whole");
         assert_eq!((answer.prompt_tokens, answer.answer_tokens, answer.cached_tokens), (9, 2, 4));
-        assert_eq!(answer.worker, "m-1");
+        assert_eq!((&*answer.worker, &*answer.id), ("m-1", "cmpl-1"));
         let line_end = |text: &str| {
             let at = ANSWER.find(text).expect("there");
             Duration::from_millis((at + ANSWER[at..].find('\n').expect("a line")) as u64)

@@ -9,20 +9,26 @@ use crate::prompts::Numbers;
 /// Token ids are drawn from here: plain tokens in any vocabulary of usual size, four digits each.
 const TOKENS: std::ops::Range<u64> = 1000..10_000;
 
+/// The prompt.
+pub fn tokens(record: &Record) -> impl Iterator<Item = u32> {
+    let blocks = record.blocks.iter().enumerate();
+    blocks.flat_map(|(index, &block)| {
+        let mut numbers = Numbers(block);
+        let count = BLOCK_TOKENS.min(record.prompt_tokens - index * BLOCK_TOKENS);
+        (0..count).map(move |_| (TOKENS.start + numbers.next() % (TOKENS.end - TOKENS.start)) as u32)
+    })
+}
+
 /// The request, head and body. HTTP/1.0: its answer ends with the connection and comes without the framing of chunks,
 /// which spares the client, who shares the machine with what it measures.
 pub fn bytes(record: &Record, model: &str, address: SocketAddr) -> Vec<u8> {
     let mut body = Vec::with_capacity(record.prompt_tokens * 5 + 256);
     body.extend_from_slice(br#"{"prompt":["#);
-    for (index, &block) in record.blocks.iter().enumerate() {
-        let mut numbers = Numbers(block);
-        for position in 0..BLOCK_TOKENS.min(record.prompt_tokens - index * BLOCK_TOKENS) {
-            if index + position > 0 {
-                body.push(b',');
-            }
-            let token = TOKENS.start + numbers.next() % (TOKENS.end - TOKENS.start);
-            body.extend_from_slice(&[1000, 100, 10, 1].map(|digit| b'0' + (token / digit % 10) as u8));
+    for (position, token) in tokens(record).enumerate() {
+        if position > 0 {
+            body.push(b',');
         }
+        body.extend_from_slice(&[1000, 100, 10, 1].map(|digit| b'0' + (token / digit % 10) as u8));
     }
     let (model, max_tokens) = (serde_json::Value::from(model), record.answer_tokens);
     let rest = format!(

@@ -206,6 +206,7 @@ mod tests {
             answer_tokens: 11,
             cached_tokens,
             worker: worker.to_owned(),
+            id: String::new(),
         };
         Outcome { due: at(due), sent: at(due), ended: Ok(Ended::Answered(answer)) }
     }

@@ -96,7 +96,9 @@ fn the_peers_own_addition_is_read() {
 }
 
 #[test]
-fn status_and_snapshot_survive_the_wire() {
+fn growth_status_and_snapshot_survive_the_wire() {
+    let growth = GrowthBatch { requests: vec![Growth { request_id: "r".into(), output_tokens: 1 << 40 }] };
+    assert_eq!(decode::<GrowthBatch>(&encode(&growth)).expect("own output"), growth);
     let status = RouterStatus { next_sequence: 9, wants: vec![SnapshotRequest { router_id: 7, nonce: 1 }] };
     assert_eq!(decode::<RouterStatus>(&encode(&status)).expect("own output"), status);
     let events = vec![event(ActiveSequenceData::AddRequest(added()))];
@@ -110,7 +112,8 @@ fn cut_payloads_are_errors_and_topics_do_not_begin_each_other() {
     for end in 0..bytes.len() {
         assert!(decode::<ActiveSequenceBatch>(&bytes[..end]).is_err(), "{end} bytes");
     }
-    let topics = [ACTIVE_SEQUENCES.to_owned(), ROUTER_STATUS.to_owned(), snapshot_topic(1), snapshot_topic(16)];
+    let fixed = [ACTIVE_SEQUENCES, GROWTH, ROUTER_STATUS].map(str::to_owned);
+    let topics = [&fixed[..], &[snapshot_topic(1), snapshot_topic(16)]].concat();
     for (at, topic) in topics.iter().enumerate() {
         assert!(topics.iter().enumerate().all(|(other, t)| other == at || !t.starts_with(topic.as_str())));
     }

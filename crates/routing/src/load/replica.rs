@@ -1,9 +1,9 @@
 //! Bookings of other routers, as their events tell.
 //!
-//! Of one booking three things are ever said: that it exists, that its prefill has ended, that it is freed. Each of them only
-//! adds to what is known (a later state wins over an earlier one), so that events may come in any order and repeatedly. What
-//! comes before its booking is remembered for [`EARLY_LIFE`]; a booking of which nothing is heard any more expires, counted from
-//! the last news of it. Its router renews a long one by adding it again.
+//! Of one booking four things are ever said: that it exists, that its prefill has ended, how far it has grown, that it is
+//! freed. Each of them only adds to what is known (a later state wins over an earlier one), so that events may come in any
+//! order and repeatedly. An end that comes before its booking is remembered for [`EARLY_LIFE`]; a booking of which nothing is
+//! heard any more expires, counted from the last news of it.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -32,10 +32,12 @@ pub struct ReplicaEvent {
 /// What happened to a booking.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ReplicaChange {
-    /// It exists, and stands so. Said again when it has made progress.
+    /// It exists, and stands so.
     Add(BookingState),
     /// Its first token came.
     MarkPrefillCompleted,
+    /// It has generated so many tokens by now.
+    Grow(usize),
     /// It ended.
     Free,
 }
@@ -133,8 +135,11 @@ impl Replicas {
         if let Some(live) = peer.live.get_mut(&event.request) {
             live.last_news = now;
             return match &event.change {
-                ReplicaChange::Add(news) => renew(live, news, ledger, config),
-                ReplicaChange::MarkPrefillCompleted => complete(live, ledger, config),
+                ReplicaChange::Add(news) => {
+                    progress(live, (news.output_tokens, news.prefill_completed), ledger, config)
+                }
+                ReplicaChange::MarkPrefillCompleted => progress(live, (0, true), ledger, config),
+                ReplicaChange::Grow(output_tokens) => progress(live, (*output_tokens, false), ledger, config),
                 ReplicaChange::Free => {
                     self.end(event.router, &event.request, ledger, config);
                     self.remember(event, true, now);
@@ -158,6 +163,8 @@ impl Replicas {
                 Applied::Changed
             }
             ReplicaChange::MarkPrefillCompleted if early.is_some() => Applied::Early,
+            // Whoever tells of the booking later tells that too.
+            ReplicaChange::Grow(_) => Applied::Early,
             change => {
                 self.remember(event, *change == ReplicaChange::Free, now);
                 Applied::Early
@@ -227,17 +234,13 @@ impl Replicas {
     }
 }
 
-fn renew(live: &mut Live, news: &BookingState, ledger: &mut Ledger, config: &LoadConfig) -> Applied {
+/// News of how many tokens are generated, and whether the prefill has ended. Neither ever goes back.
+fn progress(live: &mut Live, news: (usize, bool), ledger: &mut Ledger, config: &LoadConfig) -> Applied {
     let before = (live.state.output_tokens, live.state.prefill_completed);
-    let after = (before.0.max(news.output_tokens), before.1 || news.prefill_completed);
-    change(&mut live.state, ledger, config, |state| (state.output_tokens, state.prefill_completed) = after);
-    if before == after { Applied::Refreshed } else { Applied::Changed }
-}
-
-fn complete(live: &mut Live, ledger: &mut Ledger, config: &LoadConfig) -> Applied {
-    if live.state.prefill_completed {
+    let after = (before.0.max(news.0), before.1 || news.1);
+    if before == after {
         return Applied::Refreshed;
     }
-    change(&mut live.state, ledger, config, |state| state.prefill_completed = true);
+    change(&mut live.state, ledger, config, |state| (state.output_tokens, state.prefill_completed) = after);
     Applied::Changed
 }

@@ -1,5 +1,6 @@
 //! The load as the exchange between routers sees it: what others booked goes in, what is booked here comes out.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use routing::{ActiveLoad, Applied, ReplicaEvent, RouterId};
@@ -25,6 +26,10 @@ impl Load for Placement {
 
     fn own_bookings(&self) -> Vec<ReplicaEvent> {
         self.state.lock().load.own_bookings().collect()
+    }
+
+    fn own_growth(&self) -> Vec<(Arc<str>, usize)> {
+        self.state.lock().load.own_growth().collect()
     }
 }
 

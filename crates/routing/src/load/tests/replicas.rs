@@ -83,17 +83,34 @@ fn the_end_of_prefill_may_come_first() {
 fn expiry_counts_from_the_last_progress() {
     let limit = Duration::from_secs(300);
     let mut load = load_with(&[add("long"), add("lost")]);
-    // A stream of ten minutes, renewed as it goes.
+    load.apply(&event("long", ReplicaChange::MarkPrefillCompleted), T0);
+    // A stream of ten minutes, which grows as it goes.
     for minute in 1..=10 {
-        let mut state = standing(rank(1), prompt(&[1, 2], 1));
-        (state.output_tokens, state.prefill_completed) = (minute * 4, true);
-        assert_eq!(load.apply(&event("long", ReplicaChange::Add(state)), after(minute as u64 * 60)), Applied::Changed);
+        let grown = event("long", ReplicaChange::Grow(minute * 4));
+        assert_eq!(load.apply(&grown, after(minute as u64 * 60)), Applied::Changed);
         load.expire(after(minute as u64 * 60), limit);
     }
     assert_eq!(load.replicated_requests(), 1, "the lost one is gone");
     assert_eq!(seen(&load, rank(1)), (13, 0, 1), "2 blocks and 41 tokens");
     assert_eq!(load.expire(after(600 + 300), limit), 0);
     assert_eq!(load.expire(after(600 + 301), limit), 1);
+    assert_eq!(seen(&load, rank(1)), (0, 0, 0));
+}
+
+#[test]
+fn growth_never_goes_back_and_revives_nothing() {
+    let mut load = load_with(&[event("a", ReplicaChange::Grow(40))]);
+    assert_eq!(seen(&load, rank(1)), (0, 0, 0), "of nobody knows what");
+    let mut state = standing(rank(1), prompt(&[1, 2], 1));
+    state.output_tokens = 8;
+    load.apply(&event("a", ReplicaChange::Add(state)), T0);
+    let before = seen(&load, rank(1));
+    assert_eq!(load.apply(&event("a", ReplicaChange::Grow(4)), T0), Applied::Refreshed);
+    assert_eq!((seen(&load, rank(1)), before.1), (before, 9), "it is no sign that the prefill has ended");
+    assert_eq!(load.apply(&event("a", ReplicaChange::Grow(12)), T0), Applied::Changed);
+    assert_eq!(seen(&load, rank(1)), (before.0 + 1, 9, 1));
+    load.apply(&event("a", ReplicaChange::Free), T0);
+    assert_eq!(load.apply(&event("a", ReplicaChange::Grow(50)), T0), Applied::AlreadyFreed);
     assert_eq!(seen(&load, rank(1)), (0, 0, 0));
 }
 
