@@ -7,7 +7,7 @@ use router::model::{Model, ModelError, ModelFiles};
 use crate::harness::*;
 
 fn encode(model: &Model, messages: &[(&str, String)]) -> Vec<u32> {
-    let contents: Vec<Content> = messages.iter().map(|(_, text)| Content::Text(text.clone())).collect();
+    let contents: Vec<Content<'_>> = messages.iter().map(|(_, text)| Content::Text(text)).collect();
     let messages = messages
         .iter()
         .zip(&contents)
