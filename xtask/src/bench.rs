@@ -22,7 +22,7 @@ pub enum Command {
     Transfer(Transfer),
     /// Copies of KV blocks between the host and every accelerator of this machine, checked and timed.
     Device,
-    /// Several routers beside one: how evenly they load the workers, and how often they choose the same.
+    /// Several routers, in sync or not: how often they choose as one router that sees all would, and how evenly.
     Replicas(Rest),
 }
 

@@ -163,7 +163,7 @@ impl Replicas {
                 Applied::Changed
             }
             ReplicaChange::MarkPrefillCompleted if early.is_some() => Applied::Early,
-            // Whoever tells of the booking later tells that too.
+            // Nothing is known of it but that it runs: a snapshot is on its way, or its next growth will say more.
             ReplicaChange::Grow(_) => Applied::Early,
             change => {
                 self.remember(event, *change == ReplicaChange::Free, now);
