@@ -52,6 +52,8 @@ pub(crate) trait Load: Send + Sync + 'static {
 pub(crate) struct Tally {
     /// Events that did not fit into a bound.
     pub(crate) refused: u64,
+    /// Events of bookings that should be known and are not.
+    pub(crate) unknown: u64,
     /// Bookings that were dropped without being freed.
     pub(crate) dropped: u64,
     /// Bookings of other routers now.

@@ -126,7 +126,7 @@ pub struct PrefillDuration {
     pub nanos: u32,
 }
 
-/// Payload of [`GROWTH`], sent a few times a second. Numbered together with [`ACTIVE_SEQUENCES`], so that its loss is seen too.
+/// Payload of [`GROWTH`], sent a few times a second. Its loss is not looked for: what runs is told again every few seconds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GrowthBatch {
     /// Running requests that have generated more than was told of them.
@@ -145,7 +145,7 @@ pub struct Growth {
 /// Payload of [`ROUTER_STATUS`], sent a few times a second: the router lives, and how far its events have come.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RouterStatus {
-    /// Sequence that its next [`ACTIVE_SEQUENCES`] or [`GROWTH`] message will have: whoever expects a lower one has missed some.
+    /// Sequence that its next [`ACTIVE_SEQUENCES`] message will have: whoever expects a lower one has missed some.
     pub next_sequence: u64,
     /// Snapshots that it waits for.
     #[serde(default)]

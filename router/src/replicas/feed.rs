@@ -3,7 +3,7 @@
 //! No socket and no clock. Whoever reads all messages in order knows exactly what runs here; whoever sees a gap in the
 //! numbers asks for a snapshot.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use kv_index::{WorkerId, WorkerRank};
@@ -17,6 +17,10 @@ use super::wire;
 
 /// Where an event runs of whose booking nothing was told: before anybody listened. Readers go by the request's name.
 const NOWHERE: WorkerRank = WorkerRank { worker: WorkerId(0), dp_rank: 0 };
+
+/// So many times growth is told of those that grew, and then once of all: what was lost is made good, and a reader that has
+/// forgotten one hears that it runs.
+pub(super) const GROWTH_ROUNDS: u32 = 20;
 
 /// A message without its envelope.
 #[derive(Clone, Debug, PartialEq)]
@@ -34,8 +38,10 @@ pub(super) struct Feed {
     ranks: HashMap<Arc<str>, WorkerRank>,
     /// Tokens of each booking that had generated any when growth was told last.
     grown: HashMap<Arc<str>, usize>,
-    /// Sequence of the next message of events or growth, of status, and of snapshots.
+    growth_rounds: u32,
+    /// Sequence of the next message of events, of growth, of status, and of snapshots.
     next_events: u64,
+    next_growth: u64,
     next_status: u64,
     next_snapshot: u64,
 }
@@ -49,22 +55,20 @@ impl Feed {
     pub(super) fn events(&mut self, events: impl IntoIterator<Item = ReplicaEvent>) -> Vec<Outgoing> {
         let events = events.into_iter().filter_map(|event| wire::event(&event, self.note(&event))).collect();
         let payloads = cut(events).into_iter().map(|events| encode(&ActiveSequenceBatch { events }));
-        payloads.map(|payload| self.numbered(ACTIVE_SEQUENCES, payload)).collect()
+        payloads.map(|payload| numbered(ACTIVE_SEQUENCES, &mut self.next_events, payload)).collect()
     }
 
-    /// Messages that tell how far bookings have grown, of those that grew since the last call.
+    /// Messages that tell how far bookings have grown, of those that grew since the last call, and of all from time to time.
     pub(super) fn growth(&mut self, running: Vec<(Arc<str>, usize)>) -> Vec<Outgoing> {
+        self.growth_rounds = (self.growth_rounds + 1) % GROWTH_ROUNDS;
+        if self.growth_rounds == 0 {
+            self.grown.clear();
+        }
         let before = std::mem::replace(&mut self.grown, running.iter().cloned().collect());
         let grew = running.iter().filter(|(request, tokens)| before.get(request) != Some(tokens));
         let requests: Vec<_> = grew.map(|(request, tokens)| wire::growth(request, *tokens)).collect();
         let payloads = requests.chunks(MAX_BATCH_EVENTS).map(|part| encode(&GrowthBatch { requests: part.to_vec() }));
-        payloads.map(|payload| self.numbered(GROWTH, payload)).collect()
-    }
-
-    fn numbered(&mut self, topic: &str, payload: Vec<u8>) -> Outgoing {
-        let sequence = self.next_events;
-        self.next_events += 1;
-        Outgoing { topic: topic.to_owned(), sequence, payload }
+        payloads.map(|payload| numbered(GROWTH, &mut self.next_growth, payload)).collect()
     }
 
     /// Events were lost before they could be told: every reader shall see a gap.
@@ -74,15 +78,16 @@ impl Feed {
 
     /// The message that says how far this router is, and which snapshots it waits for.
     pub(super) fn status(&mut self, wants: Vec<SnapshotRequest>) -> Outgoing {
-        let sequence = self.next_status;
-        self.next_status += 1;
         let payload = encode(&RouterStatus { next_sequence: self.next_events, wants });
-        Outgoing { topic: ROUTER_STATUS.to_owned(), sequence, payload }
+        numbered(ROUTER_STATUS, &mut self.next_status, payload)
     }
 
     /// Messages that tell one other router all that runs here.
     pub(super) fn snapshot(&mut self, asker: RouterId, nonce: u64, running: &[ReplicaEvent]) -> Vec<Outgoing> {
         let next_sequence = self.next_events;
+        // Ends that were lost, or that nobody was there to hear, are forgotten here at the latest.
+        let names: HashSet<&str> = running.iter().map(|event| &*event.request).collect();
+        self.ranks.retain(|request, _| names.contains(&**request));
         let added = running.iter().filter_map(|event| wire::event(event, state(event)?.rank));
         let mut parts = cut(added.collect());
         if parts.is_empty() {
@@ -90,10 +95,8 @@ impl Feed {
         }
         let (topic, last) = (snapshot_topic(asker.0), parts.len() - 1);
         let messages = parts.into_iter().enumerate().map(|(part, events)| {
-            let sequence = self.next_snapshot;
-            self.next_snapshot += 1;
             let snapshot = Snapshot { nonce, part: part as u32, last: part == last, next_sequence, events };
-            Outgoing { topic: topic.clone(), sequence, payload: encode(&snapshot) }
+            numbered(&topic, &mut self.next_snapshot, encode(&snapshot))
         });
         messages.collect()
     }
@@ -109,6 +112,12 @@ impl Feed {
             _ => self.ranks.get(&event.request).copied().unwrap_or(NOWHERE),
         }
     }
+}
+
+fn numbered(topic: &str, next: &mut u64, payload: Vec<u8>) -> Outgoing {
+    let sequence = *next;
+    *next += 1;
+    Outgoing { topic: topic.to_owned(), sequence, payload }
 }
 
 fn state(event: &ReplicaEvent) -> Option<&BookingState> {
@@ -203,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn growth_is_told_of_those_that_grew_and_in_the_order_of_events() {
+    fn growth_is_told_of_those_that_grew_and_again_from_time_to_time() {
         let mut feed = Feed::new();
         let running = |tokens: &[usize]| -> Vec<(Arc<str>, usize)> {
             tokens.iter().enumerate().map(|(n, tokens)| (n.to_string().into(), *tokens)).collect()
@@ -218,12 +227,13 @@ mod tests {
         };
         feed.events([event("0", ReplicaChange::Add(booked(1, 0)))]);
         let told = |sequence, request: &str, tokens| (sequence, request.to_owned(), tokens);
-        assert_eq!(grown(feed.growth(running(&[16, 16]))), [told(1, "0", 16), told(1, "1", 16)]);
-        assert_eq!(grown(feed.growth(running(&[16, 32]))), [told(2, "1", 32)]);
-        assert!(feed.growth(running(&[16, 32])).is_empty());
+        assert_eq!(grown(feed.growth(running(&[16, 16]))), [told(0, "0", 16), told(0, "1", 16)]);
+        assert_eq!(grown(feed.growth(running(&[16, 32]))), [told(1, "1", 32)]);
+        assert!((3..GROWTH_ROUNDS).all(|_| feed.growth(running(&[16, 32])).is_empty()));
+        assert_eq!(grown(feed.growth(running(&[16, 32]))), [told(2, "0", 16), told(2, "1", 32)]);
         feed.events([event("0", ReplicaChange::Free)]);
         let many = grown(feed.growth(running(&[48; 257])));
-        assert_eq!((many.len(), many[255].0, many[256].0), (257, 4, 5));
+        assert_eq!((many.len(), many[255].0, many[256].0), (257, 3, 4));
         assert!(feed.growth(Vec::new()).is_empty() && feed.grown.is_empty(), "what has ended is forgotten");
     }
 

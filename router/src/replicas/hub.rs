@@ -42,6 +42,8 @@ pub(super) struct Message {
 pub(super) enum Body {
     /// What happened to its requests.
     Events { sequence: u64, events: Vec<ReplicaEvent> },
+    /// How far its requests have grown.
+    Growth(Vec<ReplicaEvent>),
     /// It lives.
     Status(RouterStatus),
     /// What runs there; the snapshot's own events are taken out of it.
@@ -119,6 +121,12 @@ impl Hub {
                     self.apply(&events);
                 }
             }
+            Body::Growth(events) => {
+                let unknown = self.apply(&events);
+                if unknown && self.peers.get_mut(&from).is_some_and(|peer| peer.forgot(now)) {
+                    self.want(from, now);
+                }
+            }
             Body::Status(status) => {
                 if peer.status(status.next_sequence) {
                     self.missed(from, now);
@@ -170,6 +178,10 @@ impl Hub {
     /// Messages of a router are missing.
     fn missed(&mut self, router: RouterId, now: Instant) {
         self.metrics.gaps.inc();
+        self.want(router, now);
+    }
+
+    fn want(&mut self, router: RouterId, now: Instant) {
         let nonce = self.nonce();
         if let Some(peer) = self.peers.get_mut(&router) {
             peer.missed(now, nonce);
@@ -185,23 +197,24 @@ impl Hub {
         }
     }
 
-    fn apply(&self, events: &[ReplicaEvent]) {
-        let (mut from, mut blocks) = (0, 0);
+    /// True when some are of bookings that should be known and are not.
+    fn apply(&self, events: &[ReplicaEvent]) -> bool {
+        let (mut from, mut blocks, mut unknown) = (0, 0, false);
         for (at, event) in events.iter().enumerate() {
             if at - from >= RUN.0 || blocks >= RUN.1 {
-                self.apply_run(&events[from..at]);
+                unknown |= self.apply_run(&events[from..at]);
                 (from, blocks) = (at, 0);
             }
             if let ReplicaChange::Add(state) = &event.change {
                 blocks += state.prompt.blocks.len();
             }
         }
-        self.apply_run(&events[from..]);
+        unknown | self.apply_run(&events[from..])
     }
 
-    fn apply_run(&self, events: &[ReplicaEvent]) {
+    fn apply_run(&self, events: &[ReplicaEvent]) -> bool {
         if events.is_empty() {
-            return;
+            return false;
         }
         let tally = self.load.apply(events);
         self.metrics.received.inc_by(events.len() as u64 - tally.refused);
@@ -209,6 +222,7 @@ impl Hub {
             self.metrics.refused.get_or_create(&ReasonLabels { reason: "full" }).inc_by(tally.refused);
         }
         self.metrics.requests.set(tally.replicated as i64);
+        tally.unknown > 0
     }
 
     fn count(&self, tally: Tally, reason: &'static str) {

@@ -102,7 +102,7 @@ pub(super) fn message_of(parts: &[Bytes], metrics: &ReplicaMetrics) -> Result<Me
     } else if topic.as_ref() == GROWTH.as_bytes() {
         let batch: GrowthBatch = decode(&envelope.payload).map_err(|_| "malformed")?;
         let grown = batch.requests.into_iter().map(|growth| wire::read_growth(growth, from));
-        Body::Events { sequence: envelope.sequence, events: readable(grown, metrics) }
+        Body::Growth(readable(grown, metrics))
     } else if topic.as_ref() == ROUTER_STATUS.as_bytes() {
         let status: RouterStatus = decode(&envelope.payload).map_err(|_| "malformed")?;
         Body::Status(status)

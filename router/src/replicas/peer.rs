@@ -17,6 +17,10 @@ const RETRY: Duration = Duration::from_secs(1);
 /// Least time between two snapshots for one router: it may ask, but not keep us busy.
 const ANSWER: Duration = Duration::from_millis(250);
 
+/// Least time between two snapshots that are asked for because of requests that this router has forgotten: those that did not fit
+/// into a bound would be asked for again for ever.
+const FORGOT: Duration = Duration::from_secs(60);
+
 /// Most running requests remembered of one router. What is beyond ends by its own event or by expiry.
 const MAX_RUNNING: usize = 1 << 16;
 
@@ -30,6 +34,8 @@ pub(super) struct Peer {
     running: HashSet<Arc<str>>,
     want: Option<Want>,
     joined: bool,
+    /// When it was last told of a request here that had been forgotten, and a snapshot was asked for.
+    forgot: Option<Instant>,
     /// Its last request that was answered, and when.
     answered: Option<(u64, Instant)>,
 }
@@ -64,7 +70,8 @@ impl Peer {
     /// A router heard of for the first time: a snapshot of it is wanted.
     pub(super) fn new(router: RouterId, now: Instant, nonce: u64) -> Self {
         let want = Some(Want::new(nonce, now));
-        Self { router, heard: now, next: None, running: HashSet::new(), want, joined: false, answered: None }
+        let (next, running, joined, forgot, answered) = Default::default();
+        Self { router, heard: now, next, running, want, joined, forgot, answered }
     }
 
     pub(super) fn touch(&mut self, now: Instant) {
@@ -146,6 +153,15 @@ impl Peer {
         if self.want.as_ref().is_none_or(|want| want.parts > 0) {
             self.ask(now, nonce);
         }
+    }
+
+    /// A request runs there that is not known here, since it had expired. True when it is time to ask for it.
+    pub(super) fn forgot(&mut self, now: Instant) -> bool {
+        let due = self.forgot.is_none_or(|last| now.saturating_duration_since(last) >= FORGOT);
+        if due {
+            self.forgot = Some(now);
+        }
+        due
     }
 
     /// Asks for a snapshot, whatever is on its way.

@@ -17,7 +17,7 @@ use routing::{RankView, ReplicaChange, ReplicaEvent, RouterId};
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
-use super::feed::{Feed, Outgoing};
+use super::feed::{self, Feed, Outgoing};
 use super::hub::{Ask, GRACE, Hub};
 use super::metrics::ReplicaMetrics;
 use super::{Load, Tally, link, publisher};
@@ -31,28 +31,29 @@ struct Clocked {
 }
 
 impl Clocked {
-    fn tally(&self, load: &ActiveLoad, refused: u64, dropped: usize) -> Tally {
-        Tally { refused, dropped: dropped as u64, replicated: load.replicated_requests() }
+    fn tally(&self, load: &ActiveLoad, dropped: usize) -> Tally {
+        Tally { dropped: dropped as u64, replicated: load.replicated_requests(), ..Tally::default() }
     }
 }
 
 impl Load for Clocked {
     fn apply(&self, events: &[ReplicaEvent]) -> Tally {
         let (mut load, now) = (self.load.lock(), *self.now.lock());
-        let refused = events.iter().filter(|event| load.apply(event, now) == Applied::Refused).count();
-        self.tally(&load, refused as u64, 0)
+        let applied: Vec<_> = events.iter().map(|event| load.apply(event, now)).collect();
+        let count = |what| applied.iter().filter(|applied| **applied == what).count() as u64;
+        Tally { refused: count(Applied::Refused), unknown: count(Applied::Unknown), ..self.tally(&load, 0) }
     }
 
     fn remove_router(&self, router: RouterId) -> Tally {
         let mut load = self.load.lock();
         let dropped = load.remove_router(router);
-        self.tally(&load, 0, dropped)
+        self.tally(&load, dropped)
     }
 
     fn expire(&self, after: Duration) -> Tally {
         let (mut load, now) = (self.load.lock(), *self.now.lock());
         let dropped = load.expire(now, after);
-        self.tally(&load, 0, dropped)
+        self.tally(&load, dropped)
     }
 
     fn own_bookings(&self) -> Vec<ReplicaEvent> {
@@ -168,6 +169,11 @@ impl Node {
         self.feed.growth(self.load.own_growth())
     }
 
+    /// How far all own requests have grown, as messages.
+    fn all_growth(&mut self) -> Vec<Outgoing> {
+        (0..feed::GROWTH_ROUNDS).flat_map(|_| self.growth()).collect()
+    }
+
     /// Reads messages of another router, those of them that it is subscribed to.
     fn hear(&mut self, from: RouterId, messages: impl IntoIterator<Item = Outgoing>) {
         for message in messages {
@@ -243,14 +249,34 @@ fn what_a_request_generates_counts_at_the_other_router_too() {
     b.hear(a.own, a.growth());
     assert_eq!((b.view(10).active_blocks, b.view(10)), (11, a.view(10)), "67 tokens of the prompt, and 100 more");
     assert!(a.growth().is_empty(), "nothing new");
-    // The growth that tells of more is lost, and the next status shows it.
+    // The growth that tells of more is lost, and told again.
     a.output(0, 32);
     drop(a.growth());
-    converge(&mut a, &mut b);
-    assert_eq!((b.view(10), b.metrics.gaps.get()), (a.view(10), 1));
+    b.hear(a.own, a.all_growth());
+    assert_eq!((b.view(10), b.metrics.gaps.get()), (a.view(10), 0));
     a.end(0);
     b.hear(a.own, a.tell());
     assert_eq!((b.view(10), b.replicated()), (RankView::default(), 0));
+}
+
+#[test]
+fn a_request_that_expired_elsewhere_counts_again_when_it_grows() {
+    let (mut a, mut b) = (Node::new(1), Node::new(2));
+    converge(&mut a, &mut b);
+    a.book(10, 4);
+    b.hear(a.own, a.tell());
+    // It waits in its worker's queue for longer than bookings live without news.
+    for _ in 0..=EXPIRY.as_secs() {
+        b.pass(Duration::from_secs(1));
+        b.hear(a.own, [a.status()]);
+    }
+    assert_eq!(b.view(10), RankView::default());
+    a.first_token(0);
+    a.output(0, 100);
+    b.hear(a.own, a.tell());
+    b.hear(a.own, a.all_growth());
+    converge(&mut a, &mut b);
+    assert_eq!((b.view(10).requests, b.view(10)), (1, a.view(10)));
 }
 
 #[test]
@@ -465,7 +491,7 @@ proptest! {
         a.hear(b.own, told_b);
         b.hear(a.own, told_a);
         converge(&mut a, &mut b);
-        let (grown_a, grown_b) = (a.growth(), b.growth());
+        let (grown_a, grown_b) = (a.all_growth(), b.all_growth());
         a.hear(b.own, grown_b);
         b.hear(a.own, grown_a);
         prop_assert_eq!((a.replicated(), b.replicated()), (b.running.len(), a.running.len()));

@@ -117,4 +117,33 @@ proptest! {
             }
         }
     }
+
+    #[test]
+    fn a_full_rank_equals_a_table_of_its_blocks(
+        steps in proptest::collection::vec((paths(), proptest::option::weighted(0.2, 0..20_usize)), 1..60),
+        query in paths(),
+    ) {
+        let (mut predictor, reader) = new(Policy::Lru, Limits::default());
+        // Each block by its path, with the number of the newest prediction that names it.
+        let mut held: BTreeMap<Vec<u64>, usize> = BTreeMap::new();
+        let mut capacity = 20;
+        predictor.set_capacity(rank(1, 0), capacity);
+        for (number, (path, changed)) in steps.into_iter().enumerate() {
+            if let Some(blocks) = changed {
+                capacity = blocks;
+                predictor.set_capacity(rank(1, 0), capacity);
+            } else {
+                predictor.predict(rank(1, 0), &locals(&path), s(0));
+                held.extend((1..=path.len().min(capacity)).map(|end| (path[..end].to_vec(), number)));
+            }
+            while held.len() > capacity {
+                let oldest = held.iter().min_by_key(|(path, number)| (**number, usize::MAX - path.len()));
+                let oldest = oldest.map(|(path, _)| path.clone());
+                oldest.map(|path| held.remove(&path));
+            }
+            let depth = (1..=query.len()).take_while(|end| held.contains_key(&query[..*end])).count();
+            prop_assert_eq!(reader.find_matches(&locals(&query)).get(rank(1, 0)).device as usize, depth);
+            prop_assert_eq!(predictor.lanes[&rank(1, 0)].newest.blocks(), held.len());
+        }
+    }
 }

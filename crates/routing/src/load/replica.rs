@@ -55,6 +55,8 @@ pub enum Applied {
     Own,
     /// Its booking is not known yet; the event is remembered.
     Early,
+    /// It tells how far a booking has come that is not known: its addition was lost, refused or has expired.
+    Unknown,
     /// A bound is reached: the event is lost.
     Refused,
 }
@@ -63,7 +65,8 @@ pub enum Applied {
 pub const MAX_PEERS: usize = 256;
 /// Most bookings of other routers.
 pub const MAX_REPLICATED: usize = 1 << 16;
-/// Most prompt blocks of their bookings: 4 Mi × (8 bytes of hash + 32 of table, twice with the table's slack) = 300 MB at worst.
+/// Most prompt blocks of their bookings: 4 Mi × 8 bytes of hash, twice, the bookings' own and the ledger's = 67 MB. Another
+/// router that makes up bookings of which each leaves the ones before at another block has 200 bytes for each: 800 MB.
 pub const MAX_REPLICATED_BLOCKS: usize = 4 << 20;
 /// How long what came before its booking is remembered; more than the event plane ever delays a message.
 const EARLY_LIFE: Duration = Duration::from_secs(60);
@@ -133,19 +136,22 @@ impl Replicas {
             return Applied::AlreadyFreed;
         }
         if let Some(live) = peer.live.get_mut(&event.request) {
-            live.last_news = now;
-            return match &event.change {
-                ReplicaChange::Add(news) => {
-                    progress(live, (news.output_tokens, news.prefill_completed), ledger, config)
-                }
-                ReplicaChange::MarkPrefillCompleted => progress(live, (0, true), ledger, config),
-                ReplicaChange::Grow(output_tokens) => progress(live, (*output_tokens, false), ledger, config),
+            let news = match &event.change {
+                ReplicaChange::Add(news) => (news.output_tokens, news.prefill_completed),
+                ReplicaChange::MarkPrefillCompleted => (0, true),
+                ReplicaChange::Grow(output_tokens) => (*output_tokens, false),
                 ReplicaChange::Free => {
                     self.end(event.router, &event.request, ledger, config);
                     self.remember(event, true, now);
-                    Applied::Changed
+                    return Applied::Changed;
                 }
             };
+            let applied = progress(live, news, ledger, config);
+            // Growth is told again and again, whether or not there is any.
+            if applied == Applied::Changed || !matches!(event.change, ReplicaChange::Grow(_)) {
+                live.last_news = now;
+            }
+            return applied;
         }
         match &event.change {
             ReplicaChange::Add(state) => {
@@ -163,8 +169,7 @@ impl Replicas {
                 Applied::Changed
             }
             ReplicaChange::MarkPrefillCompleted if early.is_some() => Applied::Early,
-            // Nothing is known of it but that it runs: a snapshot is on its way, or its next growth will say more.
-            ReplicaChange::Grow(_) => Applied::Early,
+            ReplicaChange::Grow(_) => Applied::Unknown,
             change => {
                 self.remember(event, *change == ReplicaChange::Free, now);
                 Applied::Early

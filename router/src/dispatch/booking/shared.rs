@@ -11,8 +11,15 @@ use crate::replicas::{Load, Tally};
 impl Load for Placement {
     fn apply(&self, events: &[ReplicaEvent]) -> Tally {
         self.change(|load, now| {
-            let refused = events.iter().filter(|event| load.apply(event, now) == Applied::Refused).count();
-            Tally { refused: refused as u64, ..Tally::default() }
+            let mut tally = Tally::default();
+            for event in events {
+                match load.apply(event, now) {
+                    Applied::Refused => tally.refused += 1,
+                    Applied::Unknown => tally.unknown += 1,
+                    _ => {}
+                }
+            }
+            tally
         })
     }
 

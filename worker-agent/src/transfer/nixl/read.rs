@@ -4,8 +4,8 @@
 //! read owns its room, and a request that is cancelled or runs out of time leaves both behind: somebody goes on looking until
 //! the read has ended, and only then is the room given back. UCX ends every read, by an error if need be, when the other worker
 //! is gone. After an error some part of the read may not have heard of it: the connection is ended, and then the room rests. All
-//! this time its blocks are among the reserved ones, of which there are half an arena at most; and of one worker there are a few
-//! such reads at most, after which nothing is read from it until they have ended.
+//! this time its blocks are among the reserved ones, of which there are half an arena at most; and where a few such reads hang, no
+//! fetch from that worker begins until they have ended.
 
 use std::io;
 use std::mem::ManuallyDrop;
@@ -28,6 +28,8 @@ const SPIN: Duration = Duration::from_micros(500);
 const LOOK: Duration = Duration::from_millis(1);
 /// Pause between two looks at a read that nobody waits for.
 const LEFT_LOOK: Duration = Duration::from_millis(20);
+/// A read that nobody waits for and that has not ended by then hangs; most have, within a few milliseconds.
+const HANGS: Duration = Duration::from_secs(1);
 /// How long a room rests after an error, which is one part's and does not wait for the others, and after the end of the connection:
 /// what that had under way is over in milliseconds.
 const REST: Duration = Duration::from_secs(10);
@@ -69,8 +71,8 @@ impl Parts {
 }
 
 impl Read {
-    /// Begins to read what is at `places` in the other worker's arena, one block for each of `room`. Refused after an error, and
-    /// where too many reads from that worker have not ended. Must be called inside a Tokio runtime.
+    /// Begins to read what is at `places` in the other worker's arena, one block for each of `room`. Refused after an error.
+    /// Must be called inside a Tokio runtime.
     ///
     /// # Panics
     /// When there are fewer blocks than places.
@@ -121,12 +123,16 @@ struct Left(ManuallyDrop<Parts>);
 
 impl Left {
     fn new(parts: Parts) -> Self {
-        parts.under_way.remote().leave();
         Self(ManuallyDrop::new(parts))
     }
 
     async fn look_after(mut self) {
+        let (left, mut hangs) = (Instant::now(), false);
         while !self.0.failed && matches!(self.0.ended(), Ok(false)) {
+            if !hangs && left.elapsed() >= HANGS {
+                hangs = true;
+                self.0.under_way.remote().hangs();
+            }
             tokio::time::sleep(LEFT_LOOK).await;
         }
         let Parts { request, room, under_way, failed } = ManuallyDrop::into_inner(self.0);
@@ -142,6 +148,8 @@ impl Left {
         }
         let (room, remote) = ManuallyDrop::into_inner(kept);
         drop(room);
-        remote.left_has_ended();
+        if hangs {
+            remote.hung();
+        }
     }
 }

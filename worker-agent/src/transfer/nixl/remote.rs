@@ -15,8 +15,8 @@ use crate::transfer::wire::AgentHead;
 
 /// How long an agent is kept that nothing is read from: workers of one deployment come back to each other.
 const KEEP: Duration = Duration::from_secs(300);
-/// Most reads from a worker that nobody waits for and that have not ended, each with its room of 4 MiB. A worker with so many does
-/// not answer reads: others would only be left there, too.
+/// Reads from a worker that hang, each with its room of 4 MiB, after which no fetch begins there: others would only hang, too.
+/// Those under way go on.
 pub(in crate::transfer) const MOST_LEFT: usize = 4;
 
 /// Another worker's agent.
@@ -31,7 +31,7 @@ pub(in crate::transfer) struct Remote {
 struct State {
     /// Reads that have not ended.
     reads: usize,
-    /// Reads that nobody waits for, whose room is not given back yet.
+    /// Reads that nobody has waited for for a while, whose room is not given back yet.
     left: usize,
     /// A read has failed: the connection is not used again.
     broken: bool,
@@ -40,11 +40,16 @@ struct State {
 }
 
 impl State {
-    /// Refuses what would not come to an end.
-    fn check(&self) -> io::Result<()> {
+    fn check_whole(&self) -> io::Result<()> {
         if self.broken {
             return Err(io::Error::other("a NIXL read from it has failed, and what it wrote to is not free yet"));
         }
+        Ok(())
+    }
+
+    /// Refuses what would not come to an end.
+    fn check(&self) -> io::Result<()> {
+        self.check_whole()?;
         if self.left >= MOST_LEFT {
             let left = self.left;
             return Err(io::Error::other(format!("{left} NIXL reads from it were given up and have not ended")));
@@ -73,10 +78,10 @@ impl Remote {
         self.base
     }
 
-    /// A read that is about to begin; refused where it would not come to an end.
+    /// A read that is about to begin; refused after an error.
     pub(super) fn read(self: &Arc<Self>) -> io::Result<UnderWay> {
         let mut state = self.state.lock();
-        state.check()?;
+        state.check_whole()?;
         state.reads += 1;
         Ok(UnderWay(self.clone()))
     }
@@ -86,13 +91,13 @@ impl Remote {
         self.state.lock().broken = true;
     }
 
-    /// Nobody waits any more for one of the reads.
-    pub(super) fn leave(&self) {
+    /// One of the reads that nobody waits for does not end.
+    pub(super) fn hangs(&self) {
         self.state.lock().left += 1;
     }
 
     /// The room of such a read is given back.
-    pub(super) fn left_has_ended(&self) {
+    pub(super) fn hung(&self) {
         self.state.lock().left -= 1;
     }
 
@@ -191,6 +196,12 @@ impl Remotes {
     #[cfg(all(test, feature = "nixl"))]
     pub(in crate::transfer) fn holders(&self, boot_epoch: &str) -> usize {
         self.known.lock().get(boot_epoch).map_or(0, |known| Arc::strong_count(&known.remote))
+    }
+
+    /// How many reads from a worker hang.
+    #[cfg(all(test, feature = "nixl"))]
+    pub(in crate::transfer) fn hanging(&self, boot_epoch: &str) -> usize {
+        self.known.lock().get(boot_epoch).map_or(0, |known| known.remote.state.lock().left)
     }
 
     /// Whether the connection to a worker has ended while somebody has its agent still.

@@ -209,6 +209,10 @@ impl Fetches {
     async fn until_holders(&self, source: &Source, count: usize) {
         until("so many holders", || self.nixl.remotes.holders(&source.boot_epoch) == count).await;
     }
+
+    fn hanging(&self, source: &Source) -> usize {
+        self.nixl.remotes.hanging(&source.boot_epoch)
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -288,6 +292,7 @@ async fn a_worker_that_ends_no_reads_is_read_from_a_few_times_only() {
         drop(pull);
         fetches.until_holders(&source, left + 2).await;
     }
+    until("they hang", || fetches.hanging(&source) == MOST_LEFT).await;
     let one_more = fetches.begin(&prompt, impostor.over(&source)).await;
     let (outcome, _) = within("a refusal", one_more).await.expect("no panic");
     let refused = outcome.expect_err("its room would not come back either");

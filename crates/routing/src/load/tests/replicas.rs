@@ -109,6 +109,9 @@ fn growth_never_goes_back_and_revives_nothing() {
     assert_eq!((seen(&load, rank(1)), before.1), (before, 9), "it is no sign that the prefill has ended");
     assert_eq!(load.apply(&event("a", ReplicaChange::Grow(12)), T0), Applied::Changed);
     assert_eq!(seen(&load, rank(1)), (before.0 + 1, 9, 1));
+    assert_eq!(load.apply(&event("a", ReplicaChange::Grow(12)), after(200)), Applied::Refreshed);
+    assert_eq!(load.expire(after(301), Duration::from_secs(300)), 1, "news without progress is none");
+    assert_eq!(load.apply(&event("a", ReplicaChange::Grow(12)), T0), Applied::Unknown);
     load.apply(&event("a", ReplicaChange::Free), T0);
     assert_eq!(load.apply(&event("a", ReplicaChange::Grow(50)), T0), Applied::AlreadyFreed);
     assert_eq!(seen(&load, rank(1)), (0, 0, 0));

@@ -53,6 +53,10 @@ fn at<'a>(options: &'a Map<String, Value>, path: &[&str]) -> Option<&'a Value> {
 
 /// The first of the author's options that is not his to set.
 pub(super) fn refused(engine: &TensorRtLlm) -> Option<String> {
+    // Anything but an object in its place would take away what the operator says inside of it.
+    if engine.options.get("kv_cache_config").is_some_and(|config| !config.is_object()) {
+        return Some("options.kv_cache_config".into());
+    }
     let path = REFUSED_OPTIONS.into_iter().find(|path| at(&engine.options, path).is_some())?;
     Some(format!("options.{}", path.join(".")))
 }
@@ -81,6 +85,10 @@ fn options(role: Role, engine: &TensorRtLlm) -> Value {
     });
     if role != Role::Aggregated {
         options["cache_transceiver_config"] = json!({"backend": "DEFAULT"});
+    }
+    if role == Role::Prefill {
+        // Servers that schedule one step ahead refuse to do a prompt only.
+        options["disable_overlap_scheduler"] = true.into();
     }
     merge(&mut options, &Value::Object(engine.options.clone()));
     options
@@ -157,10 +165,11 @@ mod tests {
     #[test]
     fn one_that_exchanges_no_kv_sets_nothing_up_for_it() {
         assert_eq!(options(Role::Aggregated, &engine(json!({}))).get("cache_transceiver_config"), None);
-        assert_eq!(
-            options(Role::Prefill, &engine(json!({})))["cache_transceiver_config"],
-            json!({"backend": "DEFAULT"})
-        );
+        for (role, computes_prompts_only) in [(Role::Prefill, json!(true)), (Role::Decode, json!(null))] {
+            let options = options(role, &engine(json!({})));
+            assert_eq!(options["cache_transceiver_config"], json!({"backend": "DEFAULT"}));
+            assert_eq!(options["disable_overlap_scheduler"], computes_prompts_only);
+        }
     }
 
     #[test]
@@ -170,10 +179,11 @@ mod tests {
             (json!({"kv_cache_config": {"max_tokens": 1}}), "options.kv_cache_config.max_tokens"),
             (json!({"kv_cache_config": {"tokens_per_block": 16}}), "options.kv_cache_config.tokens_per_block"),
             (json!({"disagg_cluster": null}), "options.disagg_cluster"),
+            (json!({"kv_cache_config": null}), "options.kv_cache_config"),
         ] {
             assert_eq!(refused(&engine(bad)).as_deref(), Some(path));
         }
-        for good in [json!({}), json!({"kv_cache_config": {"dtype": "fp8"}}), json!({"kv_cache_config": 1})] {
+        for good in [json!({}), json!({"kv_cache_config": {"dtype": "fp8"}})] {
             assert_eq!(refused(&engine(good)), None);
         }
     }
