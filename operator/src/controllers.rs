@@ -1,6 +1,7 @@
 //! Wires the three reconcilers to what they watch.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crds::{DynamoWorkerMetadata, ModelDeployment, WorkerPool, label};
 use futures::{Stream, StreamExt};
@@ -11,6 +12,7 @@ use k8s_openapi::api::discovery::v1::EndpointSlice;
 use k8s_openapi::api::rbac::v1::{Role, RoleBinding};
 use kube::runtime::controller::{self, Action, Controller};
 use kube::runtime::reflector::{self, ObjectRef};
+use kube::runtime::utils::Backoff;
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Api, Client, Resource};
 use serde::de::DeserializeOwned;
@@ -63,6 +65,7 @@ async fn deployments(scope: &Scope<'_>, context: Arc<Context>, shutdown: Cancell
         .owns(scope.api::<RoleBinding>(), made_by_us())
         .owns(scope.api::<WorkerPool>(), made_by_us())
         .with_config(controller::Config::default().concurrency(CONCURRENCY))
+        .trigger_backoff(Steady)
         .graceful_shutdown_on(shutdown.cancelled_owned());
     drain(controller.run(deployment::reconcile, retry, context)).await;
 }
@@ -71,6 +74,7 @@ async fn pools(scope: &Scope<'_>, context: Arc<Context>, shutdown: CancellationT
     let controller = Controller::new(scope.api::<WorkerPool>(), everything())
         .owns(scope.api::<Deployment>(), made_by_us())
         .with_config(controller::Config::default().concurrency(CONCURRENCY))
+        .trigger_backoff(Steady)
         .graceful_shutdown_on(shutdown.cancelled_owned());
     drain(controller.run(pool::reconcile, retry, context)).await;
 }
@@ -89,10 +93,30 @@ async fn registrations(scope: &Scope<'_>, context: Arc<Context>, shutdown: Cance
         .map(|_| ());
     let controller = Controller::new(scope.api::<DynamoWorkerMetadata>(), everything())
         .with_config(controller::Config::default().concurrency(CONCURRENCY))
+        .trigger_backoff(Steady)
         .reconcile_all_on(changed)
         .graceful_shutdown_on(shutdown.cancelled_owned());
     let state = Arc::new(Registrations { context, slices });
     drain(controller.run(registration::reconcile, retry_registration, state)).await;
+}
+
+/// Pause after the error of a watch. A controller waits it out with all its watches together, and when the API server stops for a
+/// moment each of them fails: pauses that grow, as a single watch has them, would add up to minutes without a reconcile.
+const WATCH_PAUSE: Duration = Duration::from_millis(500);
+
+/// Pauses of one length.
+struct Steady;
+
+impl Iterator for Steady {
+    type Item = Duration;
+
+    fn next(&mut self) -> Option<Duration> {
+        Some(WATCH_PAUSE)
+    }
+}
+
+impl Backoff for Steady {
+    fn reset(&mut self) {}
 }
 
 /// Most changes of EndpointSlices that trigger together.

@@ -152,6 +152,10 @@ async fn lost_api_server(chat: &Service) {
     };
     let ((), answered) = under_traffic(chat, "chat", deaths).await;
     println!("{answered} requests answered meanwhile");
+    // Every watch of the operator has failed three times, and yet it is back at work within seconds: it repairs what it owns.
+    kubectl(&["delete", "service", "chat-router", "--namespace", DEMO]).await.expect("deleted");
+    let repaired = || kubectl(&["get", "service", "chat-router", "--namespace", DEMO]);
+    until("the operator's repair", Duration::from_secs(30), repaired).await;
 }
 
 async fn deleted_worker(chat: &Service) {
