@@ -197,7 +197,7 @@ async fn deleted_router(chat: &Service) {
     .await;
     // kube-proxy watches again only after a pause that grows with each death of the API server.
     until("the Service leads to these two", ROLLOUT, || async {
-        let pods: BTreeSet<_> = addresses(routers).await?.into_iter().collect();
+        let pods = addresses(routers).await?;
         let led_to = chat.leads_to().await?;
         if led_to == pods { Ok(()) } else { Err(anyhow::anyhow!("{led_to:?}, not {pods:?}")) }
     })
@@ -323,7 +323,7 @@ async fn halves() {
 }
 
 /// Addresses of pods.
-async fn addresses(selector: &str) -> anyhow::Result<Vec<String>> {
+async fn addresses(selector: &str) -> anyhow::Result<BTreeSet<String>> {
     let pods = objects(DEMO, "pods", selector).await?;
     Ok(pods.iter().filter_map(|pod| Some(pod["status"]["podIP"].as_str()?.to_owned())).collect())
 }

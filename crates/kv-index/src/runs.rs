@@ -23,7 +23,7 @@ const NOTHING: RunId = RunId(u32::MAX);
 struct Run<V> {
     /// The run that it follows.
     before: RunId,
-    /// None: it has ended.
+    /// Empty when it has ended.
     blocks: Box<[SequenceHash]>,
     value: V,
 }
