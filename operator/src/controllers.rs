@@ -85,7 +85,7 @@ async fn registrations(scope: &Scope<'_>, context: Arc<Context>, shutdown: Cance
     // One stream fills the store and then triggers, so that a reconcile never sees an older store than its trigger. What has
     // gathered meanwhile triggers once; a reconcile that finds nothing new makes no call.
     let changed = watcher(scope.api::<EndpointSlice>(), of_discovery())
-        .default_backoff()
+        .backoff(Steady)
         .reflect(writer)
         .touched_objects()
         .filter_map(async |slice| slice.ok())
@@ -101,7 +101,7 @@ async fn registrations(scope: &Scope<'_>, context: Arc<Context>, shutdown: Cance
 }
 
 /// Pause after the error of a watch. A controller waits it out with all its watches together, and when the API server stops for a
-/// moment each of them fails: pauses that grow, as a single watch has them, would add up to minutes without a reconcile.
+/// moment each of them fails: pauses that grow, as kube gives them by default, would add up to minutes without a reconcile.
 const WATCH_PAUSE: Duration = Duration::from_millis(500);
 
 /// Pauses of one length.
