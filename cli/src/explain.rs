@@ -53,7 +53,7 @@ struct Subject {
     /// File with the JSON body of a chat or a completion
     #[arg(long, value_name = "FILE")]
     request: Option<PathBuf>,
-    /// A past request, by the id of its answer
+    /// A past request, by the id of its answer or by its x-request-id
     #[arg(long, value_name = "ID")]
     decision: Option<String>,
 }

@@ -12,7 +12,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::source::{SOURCE_MESSAGE, SOURCE_RULE};
 use crate::worker_pool::{Role, WorkerTemplate};
-pub use router::{ConditionalDisagg, QueuePolicy, Router, RouterMode};
+pub use router::{
+    ApproximateCachePolicy, ConditionalDisagg, Deadlines, Frontend, KvIndex, PrefillMode, QueuePolicy, Router, RouterMode,
+};
 
 /// A model and how it is served.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, CustomResource, KubeSchema)]

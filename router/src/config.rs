@@ -69,9 +69,9 @@ pub struct Config {
     #[arg(long, env = "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS", default_value = "120", value_parser = seconds)]
     pub token_timeout_secs: Duration,
     /// How often a stream whose worker is lost goes on at another one, and how many workers a request may lose; 0: a stream ends with
-    /// an error
-    #[arg(long, env = "DYN_MIGRATION_LIMIT", default_value_t = MIGRATION_LIMIT)]
-    pub migration_limit: u32,
+    /// an error [default: 3]
+    #[arg(long, env = "DYN_MIGRATION_LIMIT", value_name = "MOVES")]
+    pub migration_limit: Option<u32>,
     /// Which requests run on two workers
     #[command(flatten)]
     pub disaggregation: DisaggregationOptions,
@@ -175,7 +175,7 @@ impl Config {
             replicas: self.replicas.validate(&source)?,
             source,
             dynamo_namespace: self.dyn_namespace.clone(),
-            migration_limit: self.migration_limit,
+            migration_limit: self.migration_limit.unwrap_or(MIGRATION_LIMIT),
             conditional_disagg: self.disaggregation.validate()?,
             prefill_mode: self.disaggregation.prefill_mode()?,
             deadlines: Deadlines {
@@ -193,8 +193,14 @@ impl Config {
                 if self.discovery_dir.is_some() {
                     return Err(ConfigError::new("--workers and --discovery-dir contradict each other; drop one"));
                 }
+                if let Some(flag) = self.of_agents() {
+                    return Err(ConfigError::new(format!(
+                        "{flag} is about workers with an agent, and --workers are servers without; drop one"
+                    )));
+                }
+                let servers = self.proxy.validate(kv_events)?;
                 self.proxy.can_measure(&self.selection, &self.index)?;
-                return Ok(Source::Static(self.proxy.validate(kv_events)?.into()));
+                return Ok(Source::Static(servers.into()));
             }
             (Some(other), true) => {
                 let other = if other == DiscoveryBackend::File { "file" } else { "kubernetes" };
@@ -212,8 +218,23 @@ impl Config {
             (DiscoveryBackend::File, None) => {
                 Err(ConfigError::new("--discovery-backend file needs --discovery-dir DIR"))
             }
-            _ => Ok(Source::Kubernetes { namespace: self.namespace.clone(), deployment: self.deployment.clone() }),
+            (_, Some(_)) => Err(ConfigError::new(
+                "--discovery-backend kubernetes and --discovery-dir contradict each other; drop one",
+            )),
+            (_, None) => {
+                Ok(Source::Kubernetes { namespace: self.namespace.clone(), deployment: self.deployment.clone() })
+            }
         }
+    }
+
+    /// A flag that was given and does nothing where requests go to OpenAI servers as they are.
+    fn of_agents(&self) -> Option<&'static str> {
+        let given = [
+            (self.migration_limit.is_some(), "--migration-limit"),
+            (self.disaggregation.router_prefill_mode.is_some(), "--router-prefill-mode"),
+            (self.disaggregation.router_conditional_disagg, "--router-conditional-disagg"),
+        ];
+        given.into_iter().find_map(|(given, flag)| given.then_some(flag))
     }
 }
 
@@ -260,6 +281,17 @@ mod tests {
         );
         assert_eq!(wrong(&["--router-temperature=-1"]), "--router-temperature must be a number of at least 0, not -1");
         assert_eq!(wrong(&["--discovery-backend", "file"]), "--discovery-backend file needs --discovery-dir DIR");
+        for backend in [&[] as &[&str], &["--discovery-backend=kubernetes"]] {
+            assert_eq!(
+                wrong(&[backend, &["--discovery-dir=d"]].concat()),
+                "--discovery-backend kubernetes and --discovery-dir contradict each other; drop one"
+            );
+        }
+        for flag in ["--migration-limit=1", "--router-prefill-mode=kv", "--router-conditional-disagg"] {
+            let error = wrong(&["--workers=http://a:1", flag]);
+            let name = flag.split('=').next().expect("a name");
+            assert!(error.starts_with(name) && error.contains("--workers"), "{error}");
+        }
         assert!(wrong(&["--connect-timeout-secs", "0"]).contains("must be above 0"));
     }
 

@@ -51,7 +51,7 @@ pub struct FrontendConfig {
 
     /// Silence on a stream after which a comment is sent, in milliseconds; also the longest that a stream's head
     /// waits for the first token
-    #[arg(long, env = "ARMATURE_KEEP_ALIVE_MS", default_value_t = FrontendConfig::default().keep_alive_ms,
+    #[arg(long, env = "DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS", default_value_t = FrontendConfig::default().keep_alive_ms,
         value_parser = clap::value_parser!(u64).range(10..))]
     pub keep_alive_ms: u64,
 
@@ -87,7 +87,7 @@ pub struct FrontendConfig {
     pub max_connections: usize,
 
     /// Time for open requests to finish at shutdown, in seconds; then their streams end with an error
-    #[arg(long, env = "ARMATURE_DRAIN_TIMEOUT_S", default_value_t = FrontendConfig::default().drain_timeout_s)]
+    #[arg(long, env = "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", default_value_t = FrontendConfig::default().drain_timeout_s)]
     pub drain_timeout_s: u64,
 }
 

@@ -92,6 +92,14 @@ impl Armature {
         text
     }
 
+    /// Its resident memory, in MB.
+    pub fn resident_mb(&self) -> anyhow::Result<f64> {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id().context("it has ended")?))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("no VmRSS")?;
+        let kib: f64 = line.trim().trim_end_matches("kB").trim().parse()?;
+        Ok(kib * 1024.0 / 1e6)
+    }
+
     /// Process ids of its children.
     pub fn children(&self) -> anyhow::Result<Vec<u32>> {
         let pid = self.child.id().context("it has ended")?;

@@ -122,24 +122,24 @@ async fn conversations(chat: &Service) {
     }
 }
 
-/// Requests one after the other until `step` is done; none may fail.
-async fn under_traffic<T>(service: &Service, model: &str, step: impl Future<Output = T>) -> (T, usize) {
-    let (done, answered) = (AtomicBool::new(false), AtomicUsize::new(0));
-    let traffic = async {
+/// Requests, so many at a time, until `step` is done; none may fail. No two prompts share a block.
+async fn under_traffic<T>(service: &Service, model: &str, at_once: usize, step: impl Future<Output = T>) -> (T, usize) {
+    const FIRST: usize = 10_000;
+    let (done, begun) = (AtomicBool::new(false), AtomicUsize::new(0));
+    let client = async || {
         while !done.load(Relaxed) {
-            let question = format!("Question {}: what is a lake?", answered.load(Relaxed));
-            let answer = service.chat(model, &[message("user", &question)], 4).await;
-            answer.expect("every request is answered");
-            answered.fetch_add(1, Relaxed);
+            let number = FIRST + begun.fetch_add(1, Relaxed);
+            service.chat(model, &story(number), 4).await.expect("every request is answered");
         }
     };
+    let traffic = futures::future::join_all((0..at_once).map(|_| client()));
     let step = async {
         let value = step.await;
         done.store(true, Relaxed);
         value
     };
-    let ((), value) = tokio::join!(traffic, step);
-    (value, answered.into_inner())
+    let (_, value) = tokio::join!(traffic, step);
+    (value, begun.into_inner())
 }
 
 /// Routers keep their last good view; that their watches recover shows in the next step, which needs a new worker seen.
@@ -150,7 +150,7 @@ async fn lost_api_server(chat: &Service) {
             until("the API server", ROLLOUT, || kubectl(&["get", "--raw=/readyz"])).await;
         }
     };
-    let ((), answered) = under_traffic(chat, "chat", deaths).await;
+    let ((), answered) = under_traffic(chat, "chat", 1, deaths).await;
     println!("{answered} requests answered meanwhile");
     // Every watch of the operator has failed three times, and yet it is back at work within seconds: it repairs what it owns.
     kubectl(&["delete", "service", "chat-router", "--namespace", DEMO]).await.expect("deleted");
@@ -171,7 +171,7 @@ async fn deleted_worker(chat: &Service) {
         })
         .await
     };
-    let (pods, answered) = under_traffic(chat, "chat", replaced).await;
+    let (pods, answered) = under_traffic(chat, "chat", 1, replaced).await;
     println!("{answered} requests answered meanwhile");
     let fresh = pods.into_iter().find(|pod| !before.contains(pod)).expect("a new one");
     let number = AtomicUsize::new(100);
@@ -226,7 +226,7 @@ async fn rollout(chat: &Service) {
         })
         .await;
     };
-    let ((), answered) = under_traffic(chat, "chat", rolled).await;
+    let ((), answered) = under_traffic(chat, "chat", 1, rolled).await;
     println!("{answered} requests answered meanwhile");
 }
 
@@ -238,7 +238,7 @@ async fn scale(chat: &Service) {
         if status == "3/3" { Ok(()) } else { Err(anyhow::anyhow!("{status}")) }
     })
     .await;
-    let (_, answered) = under_traffic(chat, "chat", async {
+    let (_, answered) = under_traffic(chat, "chat", 1, async {
         kubectl(&["scale", "workerpool/chat-worker", "--namespace", DEMO, "--replicas", "1"]).await.expect("scaled");
         until("one registration", ROLLOUT, || async {
             let registrations = objects(DEMO, "dynamoworkermetadatas", "").await?;
@@ -318,7 +318,7 @@ async fn halves() {
         })
         .await;
     };
-    let ((), answered) = under_traffic(&service, "halves", replaced).await;
+    let ((), answered) = under_traffic(&service, "halves", 8, replaced).await;
     println!("{answered} requests answered meanwhile");
 }
 

@@ -3,6 +3,8 @@
 mod frontend;
 mod index;
 
+use std::path::PathBuf;
+
 use crate::model;
 use crate::nixl::{self, Nixl};
 use crate::process::{cargo, command, root, run as run_command, target};
@@ -21,7 +23,7 @@ pub enum Command {
     /// KV transfer between two workers, beside what loopback TCP and copying do, and what it costs running streams.
     Transfer(Transfer),
     /// Copies of KV blocks between the host and every accelerator of this machine, checked and timed.
-    Device,
+    Device(Device),
     /// Several routers, in sync or not: how often they choose as one router that sees all would, and how evenly.
     Replicas(Rest),
 }
@@ -32,6 +34,27 @@ pub struct Rest {
     /// Passed on; `--help` shows them.
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     arguments: Vec<String>,
+}
+
+/// Where accelerators are.
+#[derive(clap::Args)]
+pub struct Device {
+    /// Runs nothing: puts the program into this folder, to be carried to a machine with an accelerator. It needs the driver there,
+    /// and nothing else
+    #[arg(long, value_name = "DIR")]
+    carry: Option<PathBuf>,
+}
+
+impl Device {
+    fn run(&self) -> anyhow::Result<()> {
+        const NAME: &str = "device_check";
+        let mut check = example(NAME, None)?;
+        let Some(folder) = &self.carry else { return run_command(&mut check) };
+        std::fs::create_dir_all(folder)?;
+        let bytes = std::fs::copy(check.get_program(), folder.join(NAME))?;
+        println!("{}: {:.1} MB", folder.join(NAME).display(), bytes as f64 / 1e6);
+        Ok(())
+    }
 }
 
 /// How blocks are moved.
@@ -62,7 +85,7 @@ pub fn run(bench: &Command) -> anyhow::Result<()> {
         Command::Index(args) => index::run(args),
         Command::Frontend(rest) => frontend::beside_peers(rest),
         Command::Transfer(transfer) => transfer.run(),
-        Command::Device => run_command(&mut example("device_check", None)?),
+        Command::Device(device) => device.run(),
         Command::Trace(rest) => frontend::alone("trace", rest),
         Command::Replicas(rest) => frontend::alone("replicas", rest),
     }

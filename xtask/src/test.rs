@@ -158,7 +158,8 @@ fn alone() -> anyhow::Result<()> {
 fn integration() -> anyhow::Result<()> {
     python::run()?;
     let (model, binary) = (model::obtain()?, binaries()?.join("armature"));
-    let mut processes = nextest(&["--workspace", "--features", SUITES, "--test", "up", "--test", "engines"])?;
+    let suites = ["--test", "up", "--test", "engines", "--test", "scale"];
+    let mut processes = nextest(&[&["--workspace", "--features", SUITES][..], &suites].concat())?;
     run_command(processes.env("ARMATURE_BIN", &binary).env("ARMATURE_MODEL", &model))?;
     let served = Served::start(&binary, &model)?;
     let mut client = command(client_environment()?.join("pytest"));

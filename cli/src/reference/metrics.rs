@@ -27,7 +27,8 @@ pub(super) fn page() -> String {
          Histograms have `_bucket`, `_sum` and `_count`, and `+Inf` after the upper bounds listed here. \
          [Names in Dynamo](../dynamo-metrics.md).\n",
     );
-    for (component, exposition) in [("router", router()), ("worker", worker()), ("operator", operator())] {
+    let worker = worker().encode(EngineLoad::default());
+    for (component, exposition) in [("router", text(&router())), ("worker", worker), ("operator", operator())] {
         let _ = write!(
             page,
             "\n## armature {component}\n\n| metric | type | unit | labels | meaning |\n|---|---|---|---|---|\n{}",
@@ -38,7 +39,7 @@ pub(super) fn page() -> String {
     page
 }
 
-fn router() -> String {
+fn router() -> Registry {
     let mut registry = Registry::default();
     let frontend = Arc::new(FrontendMetrics::default());
     frontend.register(&mut registry);
@@ -47,18 +48,34 @@ fn router() -> String {
     drop(core.decisions.get_or_create(&DecisionLabels { mode: "kv" }));
     // Only in the exposition of routers that tell each other of their load.
     let replicas = ReplicaMetrics::register(&mut registry);
-    let of_core = [&core.retries, &core.events_refused, &core.recoveries, &core.queue_left];
+    let of_core = [
+        &core.retries,
+        &core.migrations,
+        &core.migrations_refused,
+        &core.prefills,
+        &core.events_refused,
+        &core.recoveries,
+        &core.index_checked,
+        &core.index_wrong,
+        &core.index_checks,
+        &core.queue_left,
+    ];
     let of_replicas = [&replicas.refused, &replicas.snapshots, &replicas.dropped];
     for family in of_core.into_iter().chain(of_replicas) {
         drop(family.get_or_create(&ReasonLabels { reason: "" }));
     }
+    drop(core.workers_event_trouble.get_or_create(&ReasonLabels { reason: "" }));
+    registry
+}
+
+fn text(registry: &Registry) -> String {
     let mut text = String::new();
     // Writing into a String cannot fail.
-    encode(&mut text, &registry).expect("a String takes everything");
+    encode(&mut text, registry).expect("a String takes everything");
     text
 }
 
-fn worker() -> String {
+fn worker() -> worker_agent::metrics::Metrics {
     let block_size = kv_hashing::BlockSize::new(16).expect("not zero");
     let engine =
         EngineInfo { block_size, total_blocks: 1, max_num_seqs: 1, max_num_batched_tokens: 1, context_length: 16 };
@@ -77,7 +94,7 @@ fn worker() -> String {
     metrics.transfer.failures(Failure::lost);
     metrics.transfer.sent_bytes("");
     metrics.transfer.received_bytes("");
-    metrics.encode(EngineLoad::default())
+    metrics
 }
 
 fn operator() -> String {
@@ -174,5 +191,16 @@ mod tests {
             assert!(page.contains(part), "{part} in {page}");
         }
         assert!(!page.contains("| - |"), "{page}");
+    }
+
+    /// A family that was given no series is registered and not in the exposition.
+    #[test]
+    fn nothing_that_is_registered_lacks_a_row() {
+        let registered = |registry: &Registry| format!("{registry:?}").matches("Descriptor {").count();
+        let router = router();
+        assert_eq!(described(&text(&router), "HELP").len(), registered(&router));
+        let mut worker = worker();
+        let exposition = worker.encode(EngineLoad::default());
+        assert_eq!(described(&exposition, "HELP").len(), registered(worker.registry_mut()));
     }
 }

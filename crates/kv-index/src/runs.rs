@@ -83,7 +83,7 @@ impl<V> Runs<V> {
             runs.extend(lives.then_some(run));
         }
         self.free = Vec::new();
-        self.begins = HashMap::with_capacity_and_hasher(runs.len(), HashBuilder::default());
+        self.begins = HashMap::with_capacity_and_hasher(runs.len(), HashBuilder);
         for (at, run) in runs.iter_mut().enumerate() {
             if run.before != NOTHING {
                 run.before = names[run.before.0 as usize].expect("what a run follows lives as long as it does");

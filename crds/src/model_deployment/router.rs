@@ -1,14 +1,26 @@
-//! The router section: one field for each setting of the router's that is about choosing workers.
+//! The router section: a field for each flag of the router's that the operator does not set itself.
+
+mod sections;
 
 use k8s_openapi::api::core::v1::EnvVar;
+use kube::KubeSchema;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::quantity::Resources;
+pub use sections::{ApproximateCachePolicy, Deadlines, Frontend, KvIndex};
+
+/// Guesses about caches are for routers that are told nothing of them.
+const GUESSES_RULE: &str = "!has(self.index) || !(has(self.index.ttlSeconds) || has(self.index.approximateCachePolicy)) || \
+    (has(self.kvEvents) && !self.kvEvents)";
 
 /// The routers: how many, and how they choose. What is missing keeps the router's own default.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
+#[x_kube(
+    validation = Rule::new(GUESSES_RULE)
+        .message("index.ttlSeconds and index.approximateCachePolicy are for routers without KV events: set kvEvents: false")
+)]
 pub struct Router {
     /// Router pods; 1 where missing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -104,6 +116,19 @@ pub struct Router {
     /// compute all of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub conditional_disagg: Option<ConditionalDisagg>,
+    /// What the router knows of the workers' KV blocks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub index: Option<KvIndex>,
+    /// How long the stages of a request may take.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deadlines: Option<Deadlines>,
+    /// Time without progress after which a request of another router counts no more as load, in seconds; 300 where missing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1))]
+    pub active_request_expiry_seconds: Option<i64>,
+    /// Bounds of the HTTP frontend.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub frontend: Option<Frontend>,
     /// Decisions that each router keeps to be explained afterwards.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0))]

@@ -2,7 +2,8 @@
 
 use std::fmt::Display;
 
-use crds::model_deployment::{ConditionalDisagg, Router};
+use crds::model_deployment::{ConditionalDisagg, Deadlines, Frontend, KvIndex, Router};
+use crds::quantity::Bytes;
 
 /// Flags for what the author set, and nothing else, so that the router's own defaults hold. `extraArgs` come last.
 pub fn router_flags(router: &Router) -> Vec<String> {
@@ -35,6 +36,16 @@ pub fn router_flags(router: &Router) -> Vec<String> {
         flags.switch("router-conditional-disagg", Some(true));
         flags.value("router-conditional-disagg-config", Some(conditional_disagg(thresholds)));
     }
+    if let Some(index) = &router.index {
+        flags.index(index);
+    }
+    if let Some(deadlines) = &router.deadlines {
+        flags.deadlines(deadlines);
+    }
+    flags.value("active-request-expiry-secs", router.active_request_expiry_seconds);
+    if let Some(frontend) = &router.frontend {
+        flags.frontend(frontend);
+    }
     flags.value("router-decisions", router.decisions);
     flags.0.extend(router.extra_args.iter().cloned());
     flags.0
@@ -54,8 +65,42 @@ fn conditional_disagg(thresholds: &ConditionalDisagg) -> String {
 struct Flags(Vec<String>);
 
 impl Flags {
+    fn index(&mut self, index: &KvIndex) {
+        self.value("router-event-threads", index.event_threads);
+        self.bytes("router-index-bytes", &index.bytes);
+        self.value("router-index-check-secs", index.check_seconds);
+        self.value("router-predicted-ttl-secs", index.predicted_ttl_seconds);
+        self.value("router-ttl-secs", index.ttl_seconds);
+        let policy = index.approximate_cache_policy.map(|policy| policy.as_str());
+        self.value("router-approximate-cache-policy", policy);
+    }
+
+    fn deadlines(&mut self, deadlines: &Deadlines) {
+        self.value("connect-timeout-secs", deadlines.connect_seconds);
+        self.value("first-token-timeout-secs", deadlines.first_token_seconds);
+        self.value("token-timeout-secs", deadlines.token_seconds);
+    }
+
+    fn frontend(&mut self, frontend: &Frontend) {
+        self.bytes("body-limit-bytes", &frontend.body_bytes);
+        self.value("max-json-values", frontend.json_values);
+        self.value("max-choices", frontend.choices);
+        self.value("keep-alive-ms", frontend.keep_alive_milliseconds);
+        self.value("header-timeout-s", frontend.header_seconds);
+        self.value("body-timeout-s", frontend.body_seconds);
+        self.value("write-timeout-s", frontend.write_seconds);
+        self.bytes("preprocess-bytes", &frontend.preprocess_bytes);
+        self.value("preprocess-jobs", frontend.preprocess_jobs);
+        self.value("max-connections", frontend.connections);
+    }
+
     fn value(&mut self, flag: &str, value: Option<impl Display>) {
         self.0.extend(value.map(|value| format!("--{flag}={value}")));
+    }
+
+    /// Kubernetes' way of writing bytes, as a number.
+    fn bytes(&mut self, flag: &str, bytes: &Option<Bytes>) {
+        self.value(flag, bytes.as_ref().and_then(Bytes::get));
     }
 
     /// A flag that has a `--no-` form.

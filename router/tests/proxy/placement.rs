@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use crate::client::{Answer, PATIENCE};
+use crate::client::{Answer, Client, PATIENCE};
 use crate::harness::*;
 use crate::server::{Behaviour, Server, token};
 
@@ -136,6 +136,14 @@ async fn a_request_can_be_pinned() {
 }
 
 #[tokio::test]
+async fn the_page_for_people_shows_the_servers() {
+    let (a, b) = (Server::start("a").await, Server::start("b").await);
+    let router = Router::start(&[&a, &b], &[]).await;
+    let page = router.get("/").await.body;
+    assert!(page.contains(&a.name()) && page.contains(&b.name()), "{page}");
+}
+
+#[tokio::test]
 async fn in_direct_mode_a_request_without_a_worker_is_told_how_to_name_one() {
     let server = Server::start("a").await;
     let router = Router::start(&[&server], &["--router-mode=direct"]).await;
@@ -179,16 +187,15 @@ async fn requests_wait_where_the_batch_of_every_server_is_full() {
     let flags = ["--router-queue-threshold=1", "--worker-max-batched-tokens=16"];
     let router = Router::start(&[&server], &flags).await;
     server.behave(Behaviour::Pieces(Vec::new()));
-    let send = async |topic: &str| {
-        let mut client = router.client().await;
+    let send = |mut client: Client, topic: &str| {
         let mut fields = conversation(topic, 1);
         fields["stream"] = true.into();
         tokio::spawn(async move { client.post("/v1/chat/completions", &chat(fields)).await.piece().await })
     };
-    let first = send("whales").await;
+    let first = send(router.client().await, "whales");
     until("it is there", || server.seen().len() == 1).await;
     server.behave(Behaviour::Pieces(vec![token(7)]));
-    let second = send("trains").await;
+    let second = send(router.client().await, "trains");
     router.until("it waits", |metrics| value(metrics, "armature_router_queue_requests") == 1.0).await;
     assert_eq!(server.seen().len(), 1);
     server.say(&token(0));
