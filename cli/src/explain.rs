@@ -53,7 +53,7 @@ struct Subject {
     /// File with the JSON body of a chat or a completion
     #[arg(long, value_name = "FILE")]
     request: Option<PathBuf>,
-    /// A past request, by the id of its answer
+    /// A past request, by the id of its answer or by its x-request-id
     #[arg(long, value_name = "ID")]
     decision: Option<String>,
 }
@@ -75,9 +75,15 @@ pub fn run(args: &Explain) -> Outcome {
     Ok(())
 }
 
+/// As a part of a path: an id may have any characters.
+fn escaped(id: &str) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte);
+    id.bytes().map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }).collect()
+}
+
 async fn answer(args: &Explain) -> anyhow::Result<Value> {
     if let Some(id) = &args.subject.decision {
-        return ask(&args.url, Method::GET, &format!("/debug/decisions/{id}"), None).await;
+        return ask(&args.url, Method::GET, &format!("/debug/decisions/{}", escaped(id)), None).await;
     }
     let body = match &args.subject.request {
         Some(file) => std::fs::read(file).with_context(|| format!("cannot read {}", file.display()))?,

@@ -31,6 +31,10 @@ pub struct RouteOptions {
     pub model: Option<Arc<Model>>,
     /// Send the request to this worker or refuse it (`x-armature-worker`).
     pub pinned_worker: Option<u64>,
+    /// The header or the field that names it.
+    pub pinned_by: Option<&'static str>,
+    /// Names, beside its id, under which the client may ask for the request afterwards.
+    pub known_as: Arc<[Box<str>]>,
     /// Everything else.
     pub hints: RoutingHints,
 }
@@ -90,8 +94,16 @@ pub enum DispatchError {
         model: String,
     },
     /// The pinned worker is unknown or does not serve the model: 400.
-    #[error("worker {0} does not serve this model")]
-    UnknownWorker(u64),
+    #[error("worker {worker} does not serve this model")]
+    UnknownWorker {
+        /// Its instance id.
+        worker: u64,
+        /// The header or the field that names it.
+        named_by: Option<&'static str>,
+    },
+    /// Every request is to name its worker, and this one does not: 400.
+    #[error("the router mode is direct: the request must name its worker")]
+    NeedsWorker,
     /// Workers serve the model, but each is over a threshold of `--active-…`: 503.
     #[error("every worker of model {model:?} is busy")]
     Busy {

@@ -12,7 +12,7 @@ use routing::{ConditionalDisagg, Mode};
 
 use crate::discovery::Source;
 use crate::http::FrontendConfig;
-use crate::index::config::{IndexOptions, IndexSettings};
+use crate::index::config::{IndexOptions, IndexSettings, Told};
 use crate::proxy::config::ProxyConfig;
 use crate::replicas::options::{ReplicaOptions, ReplicaSettings};
 pub use disaggregation::DisaggregationOptions;
@@ -163,13 +163,15 @@ impl Config {
     pub fn validate(&self) -> Result<Settings, ConfigError> {
         let kv_events = self.selection.kv_events();
         let source = self.source(kv_events)?;
-        let all_tell = match &source {
-            Source::Static(proxy) => proxy.servers.iter().all(|server| server.events.is_some()),
-            _ => true,
+        let told = match &source {
+            _ if self.selection.load_aware => Told::LoadAlone,
+            _ if !kv_events => Told::ByNobody,
+            Source::Static(proxy) if proxy.servers.iter().any(|server| server.events.is_none()) => Told::BySome,
+            _ => Told::ByAll,
         };
         Ok(Settings {
             selection: self.selection.validate()?,
-            index: self.index.validate(kv_events, all_tell)?,
+            index: self.index.validate(told)?,
             replicas: self.replicas.validate(&source)?,
             source,
             dynamo_namespace: self.dyn_namespace.clone(),
@@ -196,7 +198,9 @@ impl Config {
                         "{flag} is about workers with an agent, and --workers are servers without; drop one"
                     )));
                 }
-                return Ok(Source::Static(self.proxy.validate(kv_events)?.into()));
+                let servers = self.proxy.validate(kv_events)?;
+                self.proxy.can_measure(&self.selection, &self.index)?;
+                return Ok(Source::Static(servers.into()));
             }
             (Some(other), true) => {
                 let other = if other == DiscoveryBackend::File { "file" } else { "kubernetes" };
@@ -314,6 +318,37 @@ mod tests {
         assert_eq!(wrong(&["--model-path=d"]), "--model-path needs --workers URL,…");
         assert_eq!(wrong(&["--workers=a:1", "--model-name=m"]), "--model-name needs --model-path DIR");
         assert!(wrong(&["--workers=http://a:1", "--worker-ca-file=f"]).contains("needs an https:// URL"));
+    }
+
+    #[test]
+    fn by_load_alone_nothing_is_guessed() {
+        let index = |flags: &[&str]| settings(flags).expect("valid").index;
+        for flags in [&["--load-aware"][..], &["--load-aware", "--workers=a:1"]] {
+            assert_eq!((index(flags).events, index(flags).guesses), (false, None));
+        }
+        assert!(index(&["--no-router-kv-events"]).guesses.is_some());
+    }
+
+    #[test]
+    fn what_servers_do_not_tell_has_to_be_given() {
+        let threshold = "--router-queue-threshold=1";
+        let with = |flags: &[&str]| settings(&[&["--workers=a:1"], flags].concat());
+        for (flag, needed) in [
+            (threshold, "--worker-max-batched-tokens"),
+            ("--active-prefill-tokens-threshold-frac=2", "--worker-max-batched-tokens"),
+            ("--active-decode-blocks-threshold=0.5", "--worker-kv-blocks"),
+            ("--router-approximate-cache-policy=lru", "--worker-kv-blocks"),
+        ] {
+            let error = with(&[flag]).expect_err("refused");
+            let name = flag.split('=').next().unwrap_or(flag);
+            for part in [name, needed, "--workers"] {
+                assert!(error.contains(part), "{error}");
+            }
+            with(&[flag, &format!("{needed}=100")]).unwrap_or_else(|error| panic!("{error}"));
+        }
+        with(&["--active-prefill-tokens-threshold=100"]).expect("a number of tokens needs nothing");
+        let stray = settings(&["--worker-kv-blocks=5"]).expect_err("refused");
+        assert_eq!(stray, "--worker-kv-blocks needs --workers URL,…");
     }
 
     #[test]

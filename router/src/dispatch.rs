@@ -26,7 +26,7 @@ use crate::backend::{
 };
 use crate::config::Settings;
 use crate::proxy::Proxy;
-use crate::workers::Cluster;
+use crate::workers::{Cluster, Trouble};
 use ask::Ask;
 use attempts::{Attempts, Job};
 use booking::Placement;
@@ -181,26 +181,33 @@ impl Backend for Dispatcher {
             return Vec::new();
         }
         let view = self.attempts.cluster.view.load();
-        let once = view.set.iter().filter(|worker| worker.rank.dp_rank == 0);
-        let troubles = once.filter_map(|worker| {
-            let trouble = view.workers.get(&worker.rank.worker)?.trouble()?;
-            Some(Warning { worker: Some(worker.name.to_string()), reason: trouble.as_str() })
-        });
+        let troubles: Vec<(String, Trouble)> = match &self.proxy {
+            Some(proxy) => proxy.troubles().collect(),
+            None => {
+                let once = view.set.iter().filter(|worker| worker.rank.dp_rank == 0);
+                let trouble = |worker: &Worker| view.workers.get(&worker.rank.worker)?.trouble();
+                once.filter_map(|worker| Some((worker.name.to_string(), trouble(worker)?))).collect()
+            }
+        };
+        let of = |(worker, trouble): (String, Trouble)| Warning { worker: Some(worker), reason: trouble.as_str() };
         let blind = self.attempts.cluster.index.finds_nothing();
         let blind = blind.then_some(Warning { worker: None, reason: "no prompt's blocks are ever known" });
-        troubles.chain(blind).collect()
+        troubles.into_iter().map(of).chain(blind).collect()
     }
 
     fn worker_status(&self) -> Vec<WorkerStatus> {
         let view = self.attempts.cluster.view.load();
-        let ranks = view.workers.values().flat_map(|life| life.routing_workers());
+        let ranks: Vec<Worker> = match &self.proxy {
+            Some(_) => view.set.iter().cloned().collect(),
+            None => view.workers.values().flat_map(|life| life.routing_workers()).collect(),
+        };
         let status = |worker: Worker| WorkerStatus {
             loaded: view.set.get(worker.rank).is_some(),
             load: self.attempts.placement.load(worker.rank),
             held: self.attempts.cluster.index.blocks(worker.rank),
             worker,
         };
-        let mut all: Vec<_> = ranks.map(status).collect();
+        let mut all: Vec<_> = ranks.into_iter().map(status).collect();
         all.sort_by(|a, b| (&a.worker.name, a.worker.rank).cmp(&(&b.worker.name, b.worker.rank)));
         all
     }
@@ -227,11 +234,13 @@ impl Backend for Dispatcher {
 }
 
 /// What it means to a client that nobody was chosen; `None`: nobody is there.
-pub(crate) fn refused(refusal: Refusal, model: &str) -> Option<DispatchError> {
+pub(crate) fn refused(refusal: Refusal, ask: &Ask) -> Option<DispatchError> {
     match refusal {
-        Refusal::UnknownTarget(target) => Some(DispatchError::UnknownWorker(target.worker.0)),
-        Refusal::NeedsTarget => Some(DispatchError::Invalid(refusal.to_string())),
-        Refusal::Busy => Some(DispatchError::Busy { model: model.to_owned() }),
+        Refusal::UnknownTarget(target) => {
+            Some(DispatchError::UnknownWorker { worker: target.worker.0, named_by: ask.pinned_by })
+        }
+        Refusal::NeedsTarget => Some(DispatchError::NeedsWorker),
+        Refusal::Busy => Some(DispatchError::Busy { model: ask.model.clone() }),
         Refusal::NoWorker | Refusal::Unmatched | Refusal::NoPartner | Refusal::AllOut | Refusal::Saturated => None,
     }
 }

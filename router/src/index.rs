@@ -115,11 +115,17 @@ impl Indexer {
     }
 
     /// A request with these blocks was decided, of which the index knew `held`. When prompts begin like earlier ones for long, and
-    /// nothing is ever found, somebody is told.
+    /// events never tell of any, somebody is told. It must go to a worker that publishes some.
     pub(crate) fn matched(&self, blocks: &[BlockHash], held: &Overlaps) {
+        self.matched_at(self.metrics.started.elapsed(), blocks, held);
+    }
+
+    fn matched_at(&self, now: Duration, blocks: &[BlockHash], held: &Overlaps) {
         let Some(first) = blocks.first().filter(|_| self.events) else { return };
-        let found = held.iter().len() > 0;
-        match self.hits.matched(*first, found, self.metrics.started.elapsed()) {
+        // What is guessed must not hide that nothing is told.
+        let told = || self.guessed.is_none() || self.told.find_matches(&blocks[..1]).iter().len() > 0;
+        let found = held.iter().len() > 0 && told();
+        match self.hits.matched(*first, found, now) {
             Some(true) => {
                 self.metrics.index_no_hits.set(1);
                 tracing::warn!(

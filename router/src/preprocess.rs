@@ -145,6 +145,7 @@ impl Prepared {
             generates.push(Generate {
                 request_id: if count == 1 { id.to_owned() } else { format!("{id}-{index}") },
                 model: served.card.display_name.clone(),
+                lora: served.card.adapter().unwrap_or_default().to_owned(),
                 token_ids: tokens.to_vec(),
                 cache_namespace: params.cache_namespace.clone(),
                 sampling: Some(sampling),

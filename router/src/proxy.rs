@@ -7,6 +7,7 @@
 
 pub(crate) mod answer;
 pub mod config;
+mod event_watch;
 mod events;
 mod fleet;
 mod forward;
@@ -36,8 +37,9 @@ use crate::dispatch::booking::Placement;
 use crate::model::Model;
 use crate::openai::Endpoint;
 use crate::openai::error::ApiError;
-use crate::workers::Cluster;
+use crate::workers::{Cluster, Trouble};
 use config::ProxySettings;
+use event_watch::EventWatch;
 use fleet::{Route, Routes, Tokenizer};
 pub(crate) use forward::{Body, Incoming, Outgoing, Served};
 use health::Checks;
@@ -68,12 +70,16 @@ pub struct Proxy {
     cluster: Arc<Cluster>,
     placement: Arc<Placement>,
     servers: BTreeMap<WorkerId, Arc<Server>>,
+    /// Every server publishes KV events.
+    all_tell: bool,
     routes: ArcSwap<Routes>,
     /// Stands in where there is no tokenizer.
     plain: Arc<Model>,
     tokenizer: Option<Tokenizer>,
     /// Notified when the health of a server or its list of models changes.
     changed: Arc<Notify>,
+    /// Ends with the router.
+    life: CancellationToken,
 }
 
 impl Proxy {
@@ -92,7 +98,8 @@ impl Proxy {
         let trust = any_tls.then(|| Trust::load(settings.ca_file.as_deref())).transpose()?;
         let server = |listed: &StaticServer| {
             let trust = trust.clone().filter(|_| listed.url.is_tls());
-            let server = Server::new(listed, trust, deadlines.connect, changed.clone());
+            let watch = EventWatch::new(cluster.index.check_every(), changed.clone());
+            let server = Server::new(listed, trust, deadlines.connect, watch, changed.clone());
             (server.id, Arc::new(server))
         };
         let servers: BTreeMap<WorkerId, Arc<Server>> = settings.servers.iter().map(server).collect();
@@ -116,11 +123,14 @@ impl Proxy {
             cost: selector.cost,
             cluster,
             placement,
+            all_tell: servers.values().all(|server| server.events.is_some()),
             servers,
             tokenizer,
             changed,
+            life: stop.clone(),
         });
         for server in proxy.servers.values() {
+            proxy.tell_capacity(server).await;
             kv_events::start(&proxy, server, stop);
         }
         Ok(proxy)
@@ -146,7 +156,7 @@ impl Proxy {
         options: &RouteOptions,
     ) -> Result<(Explanation, Arc<WorkerSet>), DispatchError> {
         let prompt = (key.blocks.clone(), key.prompt.clone());
-        let ask = Ask::of("explain".into(), key.model(), prompt, options, &self.cost)?;
+        let ask = Ask::of("explain", key.model(), prompt, options, &self.cost)?;
         let model = || key.model().to_owned();
         let workers = self.workers(key.model()).ok_or_else(|| DispatchError::NoWorker { model: model() })?;
         let explanation = self.placement.explain(&workers, &ask.request(), &self.overlaps(&ask.blocks));
@@ -163,6 +173,11 @@ impl Proxy {
             true => Err(DispatchError::NoWorker { model: name.to_owned() }.into()),
             false => Err(ApiError::model_not_found(name)),
         }
+    }
+
+    /// Servers whose KV events are of no use, by name, and why.
+    pub(crate) fn troubles(&self) -> impl Iterator<Item = (String, Trouble)> {
+        self.servers.values().filter_map(|server| Some((server.name.to_string(), server.trouble()?)))
     }
 
     /// The servers of a model.

@@ -85,6 +85,7 @@ pub(crate) struct Client {
     state: watch::Receiver<State>,
     deadline: Duration,
     signals: Arc<Signals>,
+    changed: Arc<Notify>,
 }
 
 impl Client {
@@ -94,8 +95,8 @@ impl Client {
     pub(crate) fn start(target: Target, deadline: Duration, changed: Arc<Notify>, stop: CancellationToken) -> Self {
         let (set, state) = watch::channel(State::Dialing);
         let signals = Arc::<Signals>::default();
-        tokio::spawn(keep_up(target, deadline, signals.clone(), changed, set, stop));
-        Self { state, deadline, signals }
+        tokio::spawn(keep_up(target, deadline, signals.clone(), changed.clone(), set, stop));
+        Self { state, deadline, signals, changed }
     }
 
     /// Whether the connection was lost or the last dial failed. Cost: one uncontended lock.
@@ -113,9 +114,11 @@ impl Client {
         self.signals.draining.load(Ordering::Relaxed)
     }
 
-    /// Remembers that the worker refused a request because it drains.
+    /// Remembers that the worker refused a request because it drains, or says so in its heartbeats.
     pub(crate) fn set_draining(&self) {
-        self.signals.draining.store(true, Ordering::Relaxed);
+        if !self.signals.draining.swap(true, Ordering::Relaxed) {
+            self.changed.notify_one();
+        }
     }
 
     /// Opens a stream with its first frame. Waits for the first dial; while a lost connection is being made anew it fails at

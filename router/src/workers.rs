@@ -29,7 +29,7 @@ use crate::dispatch::PrefillPool;
 use crate::dispatch::booking::Placement;
 use crate::index::Indexer;
 use crate::index::config::IndexSettings;
-use crate::metrics::{CoreMetrics, ReasonLabels};
+use crate::metrics::CoreMetrics;
 pub(crate) use life::Life;
 use models::{ModelKey, Models};
 pub(crate) use trouble::{Silence, Trouble};
@@ -207,11 +207,15 @@ impl Workers {
         let Cluster { router_id, deadlines, changed, .. } = &*self.cluster;
         let patience = self.cluster.index.check_every();
         let life = Life::start(spec, self.seen, router_id.clone(), deadlines.connect, patience, changed.clone());
-        if self.cluster.kv_events {
-            life.follow_events(&self.cluster.index, &self.placement, &self.cluster.metrics);
+        let Cluster { index, metrics, kv_events, .. } = &*self.cluster;
+        if !kv_events {
+            life.follow_load(&self.placement, metrics);
+            life.tell_capacity(index).await;
+        } else if life.hashes_differ() {
+            tracing::warn!(worker = %life.spec().name, "the worker hashes blocks otherwise than this router: its KV events are ignored");
+            life.follow_load(&self.placement, metrics);
         } else {
-            life.follow_load(&self.placement, &self.cluster.metrics);
-            life.tell_capacity(&self.cluster.index).await;
+            life.follow_events(index, &self.placement, metrics);
         }
         life
     }
@@ -246,13 +250,10 @@ impl Workers {
             let Some((oldest, newest)) = lives.first().zip(lives.last()) else { continue };
             let block_size = oldest.block_size();
             for life in &lives {
-                if life.hashes_differ() || block_size.is_none_or(|size| life.block_size() != Some(size)) {
-                    self.ignore_events(life, block_size).await;
-                } else if self.cluster.kv_events {
-                    // The size they are measured by may have changed to theirs.
-                    life.resume_events(&self.cluster.index, &self.placement, &self.cluster.metrics);
+                if self.cluster.kv_events {
+                    self.measure(life, block_size).await;
+                    troubles.extend(life.trouble());
                 }
-                troubles.extend(life.trouble().filter(|_| self.cluster.kv_events));
                 routable.extend(life.routing_workers());
             }
             let created_s = self.created.get(&name).copied().unwrap_or_else(now_s);
@@ -270,12 +271,7 @@ impl Workers {
         let metrics = &self.cluster.metrics;
         metrics.workers_known.set(self.lives.len() as i64);
         metrics.workers_routable.set(open as i64);
-        metrics.workers_event_mismatch.set(troubles.len() as i64);
-        for trouble in Trouble::ALL {
-            let count = troubles.iter().filter(|other| **other == trouble).count();
-            let labels = ReasonLabels { reason: trouble.as_str() };
-            metrics.workers_event_trouble.get_or_create(&labels).set(count as i64);
-        }
+        Trouble::show(&troubles, metrics);
         let workers = self.lives.values().map(|life| (life.worker_id(), life.clone())).collect();
         self.cluster.view.store(Arc::new(ClusterView { workers, models, set, created: self.created.clone() }));
         self.cluster.published.notify_waiters();
@@ -304,17 +300,23 @@ impl Workers {
         best.into_iter().map(|(name, (key, _))| (name, key)).collect()
     }
 
-    async fn ignore_events(&self, life: &Life, served: Option<BlockSize>) {
-        if !life.stop_events() {
+    /// Follows a worker's events if its blocks are of the size that its model is served with, and its load in any case. The size
+    /// changes when the oldest worker leaves.
+    async fn measure(&self, life: &Life, served: Option<BlockSize>) {
+        let Cluster { index, metrics, .. } = &*self.cluster;
+        if life.hashes_differ() {
             return;
         }
-        if life.hashes_differ() {
-            tracing::warn!(worker = %life.spec().name, "the worker hashes blocks otherwise than this router: its KV events are ignored");
+        if served.is_some_and(|size| life.block_size() == Some(size)) {
+            life.follow_events(index, &self.placement, metrics);
+            return;
+        }
+        if !life.follow_load(&self.placement, metrics) {
             return;
         }
         let (own, served) = (life.block_size().map(BlockSize::get), served.map(BlockSize::get));
         tracing::warn!(worker = %life.spec().name, ?own, ?served, "the worker's block size differs from its model's: its KV events are ignored");
-        self.cluster.index.remove_worker(life.worker_id()).await;
+        index.remove_worker(life.worker_id()).await;
     }
 }
 

@@ -2,6 +2,8 @@
 //!
 //! The workers (`core/worker.rs`) keep a real local indexer; what a test may bend is what happens to messages on their way.
 
+#[path = "core/adapters.rs"]
+mod adapters;
 #[path = "core/events.rs"]
 mod events;
 #[path = "core/harness.rs"]

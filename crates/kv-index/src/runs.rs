@@ -16,6 +16,9 @@ use crate::hash::HashBuilder;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RunId(u32);
 
+/// Bytes that the smallest tables take.
+const LEAST: usize = 256;
+
 /// What the first run of a sequence follows.
 const NOTHING: RunId = RunId(u32::MAX);
 
@@ -59,6 +62,36 @@ impl<V> Runs<V> {
             + self.runs.capacity() * size_of::<Run<V>>()
             + self.free.capacity() * size_of::<RunId>()
             + self.begins.capacity() / 7 * 8 * (size_of::<((RunId, SequenceHash), RunId)>() + 1)
+    }
+
+    /// The most memory that what is in it takes: tables grow to twice that. Above it is room of runs that have ended
+    /// ([`Self::compact`]).
+    pub fn weight(&self) -> usize {
+        let entry = size_of::<((RunId, SequenceHash), RunId)>() + 1;
+        let run = size_of::<Run<V>>() + size_of::<RunId>() + entry.div_ceil(7) * 8;
+        self.blocks * size_of::<SequenceHash>() + 2 * run * self.begins.len() + LEAST
+    }
+
+    /// Gives back the room of runs that have ended. Returns what each run is called from now on; `None` if it has ended. Cost: linear
+    /// in the runs that there were at most.
+    pub fn compact(&mut self) -> impl Fn(RunId) -> Option<RunId> + use<V> {
+        let mut names = Vec::with_capacity(self.runs.len());
+        let mut runs = Vec::with_capacity(self.begins.len());
+        for run in std::mem::take(&mut self.runs) {
+            let lives = !run.blocks.is_empty();
+            names.push(lives.then_some(RunId(runs.len() as u32)));
+            runs.extend(lives.then_some(run));
+        }
+        self.free = Vec::new();
+        self.begins = HashMap::with_capacity_and_hasher(runs.len(), HashBuilder);
+        for (at, run) in runs.iter_mut().enumerate() {
+            if run.before != NOTHING {
+                run.before = names[run.before.0 as usize].expect("what a run follows lives as long as it does");
+            }
+            self.begins.insert((run.before, run.blocks[0]), RunId(at as u32));
+        }
+        self.runs = runs;
+        move |run| names[run.0 as usize]
     }
 
     /// The value and the blocks of a run; no blocks when it has ended.

@@ -102,6 +102,14 @@ pub struct ModelCard {
     pub extra: Map<String, Value>,
 }
 
+impl ModelCard {
+    /// The LoRA adapter that a card of Dynamo's is about: its model is the base model with this adapter.
+    pub fn adapter(&self) -> Option<&str> {
+        let name = self.extra.get("lora")?.get("name")?.as_str()?;
+        (!name.is_empty()).then_some(name)
+    }
+}
+
 /// Capacities of a worker.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RuntimeConfig {

@@ -23,7 +23,7 @@ pub use load::{
     ReplicaEvent, Reported, RouterId,
 };
 pub use queue::{Full, QueuePolicy, Ticket, WaitQueue, Waiting};
-pub use record::{DecisionLog, Record};
+pub use record::{DecisionLog, Record, RequestNames};
 pub use select::{Candidate, Decision, Explanation, Mode, Pick, Selector, SelectorConfig};
 pub use setting::SettingError;
 pub use worker::{KvFormat, Role, Roles, Worker, WorkerSet};

@@ -3,17 +3,64 @@
 //! A bounded ring. Recording copies the rows a decision computed anyway; the terms are evaluated when somebody looks.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::filter::{Refusal, Request};
 use crate::select::{Candidate, Decision, Explanation, Selector};
 
+/// What a request is called: by the router, and by others who may ask for it. Cheap to clone; all clones are told of the answer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RequestNames(Arc<Names>);
+
+#[derive(Debug, PartialEq)]
+struct Names {
+    id: Box<str>,
+    known_as: Arc<[Box<str>]>,
+    answer: OnceLock<Box<str>>,
+}
+
+impl RequestNames {
+    /// A request of this id, and other names that are known by now.
+    pub fn new(id: &str, known_as: Arc<[Box<str>]>) -> Self {
+        Self(Arc::new(Names { id: id.into(), known_as, answer: OnceLock::new() }))
+    }
+
+    /// Its id.
+    pub fn id(&self) -> &str {
+        &self.0.id
+    }
+
+    /// Whoever answers it calls the answer so. The first name stays.
+    pub fn answered_as(&self, name: &str) {
+        self.0.answer.get_or_init(|| name.into());
+    }
+
+    /// Whether this is one of its names.
+    pub fn include(&self, name: &str) -> bool {
+        let Names { id, known_as, answer } = &*self.0;
+        [id].into_iter().chain(known_as.iter()).chain(answer.get()).any(|own| **own == *name)
+    }
+}
+
+impl From<&str> for RequestNames {
+    fn from(id: &str) -> Self {
+        Self::new(id, Arc::default())
+    }
+}
+
+impl fmt::Display for RequestNames {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.id())
+    }
+}
+
 /// One past decision.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Record {
-    /// The request's id.
-    pub request: Arc<str>,
+    /// The request.
+    pub request: RequestNames,
     /// When it was decided, in the caller's time.
     pub at: Duration,
     /// The model asked for.
@@ -50,7 +97,7 @@ impl DecisionLog {
     /// Records the last decision of `selector`, which was about `request`. Cost: a copy of its rows.
     pub fn push(
         &mut self,
-        id: Arc<str>,
+        names: RequestNames,
         at: Duration,
         selector: &Selector,
         request: &Request<'_>,
@@ -65,7 +112,7 @@ impl DecisionLog {
             self.rows.drain(..oldest.rows);
         }
         let record = Record {
-            request: id,
+            request: names,
             at,
             model: self.name(request.model),
             omitted: selector.candidates().len() - rows.len(),
@@ -75,13 +122,13 @@ impl DecisionLog {
         self.entries.push_back(Entry { record, rows: rows.len() });
     }
 
-    /// The decisions about a request, oldest first: one for each attempt. Cost: linear in the decisions.
-    pub fn get(&self, request: &str) -> Vec<Record> {
+    /// The decisions about the requests of this name, oldest first: one for each attempt. Cost: linear in the decisions.
+    pub fn get(&self, name: &str) -> Vec<Record> {
         let mut start = 0;
         let mut found = Vec::new();
         for entry in &self.entries {
             let end = start + entry.rows;
-            if *entry.record.request == *request {
+            if entry.record.request.include(name) {
                 let mut record = entry.record.clone();
                 record.explanation.candidates.extend(self.rows.range(start..end));
                 found.push(record);

@@ -1,25 +1,25 @@
 //! One request on its way to a worker: its prompt as blocks, and where it may go.
 
-use std::sync::Arc;
-
 use kv_hashing::{BlockHash, BlockSize, HashSpace, sequence_hashes};
 use kv_index::{Overlaps, WorkerId, WorkerRank};
 use protocol::request_plane::Generate;
-use routing::{CostConfig, KvFormat, Mode, Prompt, Request, Role, Roles, Target};
+use routing::{CostConfig, KvFormat, Mode, Prompt, Request, RequestNames, Role, Roles, Target};
 
 use super::queue::Rank;
 use crate::backend::{DispatchError, RouteOptions, RoutingHints};
 
 /// What decisions about a request need to know of it.
 pub(crate) struct Ask {
-    /// Its id.
-    pub(crate) id: Arc<str>,
+    /// What it is called.
+    pub(crate) id: RequestNames,
     pub(crate) model: String,
     lora: String,
     /// Hashes of its full blocks, each alone.
     pub(crate) blocks: Vec<BlockHash>,
     pub(super) prompt: Prompt,
     pinned: Option<Target>,
+    /// The header or the field that names that worker.
+    pub(super) pinned_by: Option<&'static str>,
     /// Workers of which roles may run it now.
     roles: Roles,
     /// Kinds of KV that theirs has to fit.
@@ -49,13 +49,13 @@ impl Ask {
         let blocks = space.blocks(&request.token_ids, size);
         let prompt =
             Prompt { blocks: sequence_hashes(&blocks).into(), tokens: request.token_ids.len(), block_size: size };
-        let ask = Self::of(request.request_id.as_str().into(), &request.model, (blocks, prompt), options, cost)?;
+        let ask = Self::of(&request.request_id, &request.model, (blocks, prompt), options, cost)?;
         Ok(Self { lora: request.lora.clone(), ..ask })
     }
 
     /// From a prompt that has been cut into blocks: the hashes of each alone, and as the load sees them.
     pub(crate) fn of(
-        id: Arc<str>,
+        id: &str,
         model: &str,
         (blocks, prompt): (Vec<BlockHash>, Prompt),
         options: &RouteOptions,
@@ -65,12 +65,13 @@ impl Ask {
         let own_cost = (!hints.cost.is_empty()).then(|| hints.cost.apply(cost)).transpose();
         let pin = |worker| Target { worker: WorkerId(worker), dp_rank: hints.dp_rank };
         Ok(Self {
-            id,
+            id: RequestNames::new(id, options.known_as.clone()),
             model: model.to_owned(),
             lora: String::new(),
             blocks,
             prompt,
             pinned: options.pinned_worker.map(pin),
+            pinned_by: options.pinned_by,
             roles: Roles::WHOLE,
             partners: None,
             mode: None,

@@ -162,10 +162,6 @@ impl Attempts {
         if self.match_prefixes(ask) {
             metrics.overlap_blocks.observe(f64::from(decision.terms.overlap.total()));
         }
-        tracing::debug!(
-            request = %ask.id, worker = decision.rank.worker.0, overlap = decision.terms.overlap.total(),
-            cost = decision.terms.cost, "routed"
-        );
     }
 
     /// Sends the request and waits for its first frame.

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use prometheus_client::metrics::gauge::Gauge;
 use routing::{
     ActiveLoad, BookingId, Decision, DecisionLog, Explanation, NewBooking, RankView, Record, Refusal, ReplicaChange,
-    Request, RouterId, Selector, Ticket, WorkerSet,
+    Request, RequestNames, RouterId, Selector, Ticket, WorkerSet,
 };
 
 use super::queue::Lanes;
@@ -46,7 +46,7 @@ pub(super) struct State {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Named<'a> {
     /// The request, as decisions about it are found again.
-    pub(crate) request: &'a Arc<str>,
+    pub(crate) request: &'a RequestNames,
     /// How long the answer is expected to be.
     pub(crate) expected_output_tokens: Option<usize>,
     /// Its place among those that wait.
@@ -101,7 +101,7 @@ impl Placement {
         let mut state = self.state.lock();
         let State { selector, load, booked, log, lanes } = &mut *state;
         let mut rng = rand::rng();
-        let span = span::open(named.request, request, selector.mode(request)).entered();
+        let span = span::open(named.request.id(), request, selector.mode(request)).entered();
         if lanes.is_blocked(request, named.ticket) {
             // What can never be placed need not wait to hear so.
             let outcome = selector.peek(workers, request, overlaps, load, &mut rng);

@@ -52,7 +52,7 @@ impl Placement {
                     return Ok(Some(Found { view, held, decision, booking }));
                 }
                 Err(Refusal::Saturated) => {}
-                Err(refusal) => return refused(refusal, &ask.model).map_or(Ok(None), Err),
+                Err(refusal) => return refused(refusal, ask).map_or(Ok(None), Err),
             }
             match &mut place {
                 Some(place) => place.turn(published).await?,

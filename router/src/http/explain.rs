@@ -1,7 +1,8 @@
 //! Why a request went where it did, or would go: as JSON, for people and for `armature explain`.
 //!
 //! `POST /v1/route/explain` takes the body of a chat or a completion and has no effect; `GET /debug/decisions/{id}` shows past
-//! decisions about an answer's id, one for each attempt, as long as the ring of them reaches back.
+//! decisions about a request, one for each attempt of each of its choices, as long as the ring of them reaches back. The id is any
+//! that the client has seen: that of the answer, or the request's (`x-request-id`).
 
 use hyper::body::Incoming;
 use hyper::{Request, Response, StatusCode};
@@ -77,6 +78,7 @@ fn endpoint_of(body: &[u8]) -> Endpoint {
 
 fn record_json(record: &Record, workers: &WorkerSet) -> Value {
     let mut shown = explanation_json(&record.explanation, workers);
+    shown["request"] = json!(record.request.id());
     shown["model"] = json!(&*record.model);
     shown["seconds_since_start"] = json!(record.at.as_secs_f64());
     shown["workers_omitted"] = json!(record.omitted);

@@ -12,7 +12,7 @@ use protocol::request_plane::Generate;
 use super::admission::Room;
 use super::body::{self, ResponseBody};
 use super::metrics::RequestGuard;
-use super::routes::{Frontend, error_response, json_response};
+use super::routes::{Frontend, REQUEST_ID, error_response, json_response};
 use crate::backend::{Backend, RouteOptions, ServedModel};
 use crate::openai::error::ApiError;
 use crate::openai::routing::HeaderHints;
@@ -65,12 +65,14 @@ impl<B: Backend> Frontend<B> {
         let mut room = self.admission.room();
         let body = body::read(&head.headers, incoming, &self.config, &mut room).await?;
         let (served, prepared) = self.admit(body, room, endpoint).await?;
-        let options = hints.with(prepared.params.routing.clone())?;
+        let mut options = hints.with(prepared.params.routing.clone())?;
         let prompts: Vec<usize> = prepared.prompts.iter().map(|tokens| tokens.len()).collect();
         if let Some(guard) = guard {
             guard.admitted(&served.card.display_name, prompts.iter().sum());
         }
         let id = format!("{}{:032x}", endpoint.id_prefix(), rand::random::<u128>());
+        let given = head.headers.get(REQUEST_ID).and_then(|id| id.to_str().ok()).unwrap_or_default();
+        options.known_as = [id.as_str().into(), given.into()].into();
         let encoder = Encoder::new(
             endpoint,
             &id,

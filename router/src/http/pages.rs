@@ -60,7 +60,7 @@ pub(super) fn sorted(backend: &impl Backend) -> Vec<std::sync::Arc<ServedModel>>
 }
 
 /// `%2F` → `/`; what is no valid escape stays.
-fn percent_decode(text: &str) -> String {
+pub(super) fn percent_decode(text: &str) -> String {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
     while let [first, tail @ ..] = rest {

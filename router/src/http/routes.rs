@@ -31,7 +31,10 @@ pub(super) struct Frontend<B> {
 }
 
 /// Id of the request, from the client or made here.
-const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// Below it is what was decided about each request.
+const DECISIONS: &str = "/debug/decisions/";
 
 /// Longest request id taken over, in bytes.
 const MAX_REQUEST_ID: usize = 128;
@@ -87,7 +90,7 @@ impl<B: Backend> Frontend<B> {
                 Err(error) => error_response(&error),
             },
             "/v1/models" => json_response(StatusCode::OK, pages::models(backend)),
-            _ if path.starts_with("/debug/decisions/") => self.decisions(&path["/debug/decisions/".len()..]),
+            _ if path.starts_with(DECISIONS) => self.decisions(&pages::percent_decode(&path[DECISIONS.len()..])),
             _ => match pages::model(backend, path.strip_prefix("/v1/models/")?) {
                 Ok(body) => json_response(StatusCode::OK, body),
                 Err(error) => error_response(&error),

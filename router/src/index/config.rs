@@ -51,6 +51,31 @@ pub struct IndexOptions {
     pub router_index_check_secs: Duration,
 }
 
+/// Who says what workers hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Told {
+    /// Every worker, by its KV events.
+    ByAll,
+    /// Some workers; of the others it is guessed.
+    BySome,
+    /// Nobody, since KV events are off: it is guessed.
+    ByNobody,
+    /// Nobody, and nothing is guessed: load alone counts.
+    LoadAlone,
+}
+
+impl Told {
+    /// What it follows from, as a message names it.
+    fn reason(self) -> &'static str {
+        match self {
+            Self::ByAll => "--router-kv-events",
+            Self::BySome => "workers without KV events",
+            Self::ByNobody => "--no-router-kv-events",
+            Self::LoadAlone => "--load-aware",
+        }
+    }
+}
+
 /// Settings that have been checked.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct IndexSettings {
@@ -74,24 +99,29 @@ impl Default for IndexSettings {
 }
 
 impl IndexOptions {
-    /// Checks them. `events` is whether KV events are followed; `all_tell` whether every worker has some.
-    pub(crate) fn validate(&self, events: bool, all_tell: bool) -> Result<IndexSettings, ConfigError> {
+    /// Checks them.
+    pub(crate) fn validate(&self, told: Told) -> Result<IndexSettings, ConfigError> {
         let contradict = |a: &str, b: &str| ConfigError::new(format!("{a} and {b} contradict each other; drop one"));
-        let approximate = !events || !all_tell;
-        let guesses = match (approximate, self.router_approximate_cache_policy, self.router_ttl_secs) {
-            (true, Some(CachePolicy::Lru), Some(_)) => {
+        let approximate = matches!(told, Told::BySome | Told::ByNobody);
+        let beside = told == Told::ByAll;
+        let of_no_use = [
+            (!approximate && self.router_approximate_cache_policy.is_some(), "--router-approximate-cache-policy"),
+            (!approximate && self.router_ttl_secs.is_some(), "--router-ttl-secs"),
+            (!beside && self.router_predicted_ttl_secs.is_some(), "--router-predicted-ttl-secs"),
+        ];
+        if let Some((_, flag)) = of_no_use.into_iter().find(|(given, _)| *given) {
+            return Err(contradict(flag, told.reason()));
+        }
+        let guesses = match (told, self.router_approximate_cache_policy, self.router_ttl_secs) {
+            (Told::LoadAlone, ..) => None,
+            (Told::ByAll, ..) => self.router_predicted_ttl_secs.map(Policy::Ttl),
+            (_, Some(CachePolicy::Lru), Some(_)) => {
                 return Err(contradict("--router-approximate-cache-policy lru", "--router-ttl-secs"));
             }
-            (true, Some(CachePolicy::Lru), None) => Some(Policy::Lru),
-            (true, _, ttl) => Some(Policy::Ttl(ttl.unwrap_or(TTL))),
-            (false, Some(_), _) => return Err(contradict("--router-approximate-cache-policy", "--router-kv-events")),
-            (false, None, Some(_)) => return Err(contradict("--router-ttl-secs", "--router-kv-events")),
-            (false, None, None) => self.router_predicted_ttl_secs.map(Policy::Ttl),
+            (_, Some(CachePolicy::Lru), None) => Some(Policy::Lru),
+            (_, _, ttl) => Some(Policy::Ttl(ttl.unwrap_or(TTL))),
         };
-        if approximate && self.router_predicted_ttl_secs.is_some() {
-            let without = if events { "workers without KV events" } else { "--no-router-kv-events" };
-            return Err(contradict("--router-predicted-ttl-secs", without));
-        }
+        let events = matches!(told, Told::ByAll | Told::BySome);
         let limits = Limits { bytes: self.router_index_bytes, ..Limits::default() };
         let (threads, check_every) = (self.router_event_threads, self.router_index_check_secs);
         Ok(IndexSettings { threads, limits, events, guesses, check_every })
@@ -110,35 +140,46 @@ mod tests {
         options: IndexOptions,
     }
 
-    fn settings(flags: &[&str], events: bool) -> Result<IndexSettings, String> {
+    fn settings(flags: &[&str], told: Told) -> Result<IndexSettings, String> {
         let command = Command::try_parse_from([&["router"], flags].concat()).map_err(|e| e.to_string())?;
-        command.options.validate(events, true).map_err(|e| e.to_string())
+        command.options.validate(told).map_err(|e| e.to_string())
     }
 
     #[test]
     fn without_events_the_router_guesses() {
-        let guesses = |flags: &[&str], events| settings(flags, events).map(|settings| settings.guesses);
-        assert_eq!(guesses(&[], true), Ok(None));
-        assert_eq!(guesses(&[], false), Ok(Some(Policy::Ttl(TTL))));
-        assert_eq!(guesses(&["--router-ttl-secs=1.5"], false), Ok(Some(Policy::Ttl(Duration::from_millis(1500)))));
-        assert_eq!(guesses(&["--router-approximate-cache-policy=lru"], false), Ok(Some(Policy::Lru)));
-        assert_eq!(guesses(&["--router-predicted-ttl-secs=2"], true), Ok(Some(Policy::Ttl(Duration::from_secs(2)))));
+        let guesses = |flags: &[&str], told| settings(flags, told).map(|settings| settings.guesses);
+        for told in [Told::BySome, Told::ByNobody] {
+            assert_eq!(guesses(&[], told), Ok(Some(Policy::Ttl(TTL))));
+            assert_eq!(guesses(&["--router-ttl-secs=1.5"], told), Ok(Some(Policy::Ttl(Duration::from_millis(1500)))));
+            assert_eq!(guesses(&["--router-approximate-cache-policy=lru"], told), Ok(Some(Policy::Lru)));
+        }
+        for told in [Told::ByAll, Told::LoadAlone] {
+            assert_eq!(guesses(&[], told), Ok(None));
+        }
+        let beside = guesses(&["--router-predicted-ttl-secs=2"], Told::ByAll);
+        assert_eq!(beside, Ok(Some(Policy::Ttl(Duration::from_secs(2)))));
     }
 
     #[test]
     fn contradictions_name_both_flags() {
-        let wrong = |flags: &[&str], events| settings(flags, events).expect_err("refused");
-        assert_eq!(
-            wrong(&["--router-ttl-secs=5"], true),
-            "--router-ttl-secs and --router-kv-events contradict each other; drop one"
-        );
-        assert_eq!(
-            wrong(&["--router-predicted-ttl-secs=5"], false),
-            "--router-predicted-ttl-secs and --no-router-kv-events contradict each other; drop one"
-        );
-        let lru = wrong(&["--router-approximate-cache-policy=lru", "--router-ttl-secs=5"], false);
+        let wrong = |flags: &[&str], told| settings(flags, told).expect_err("refused");
+        let (ttl, policy, predicted) =
+            ("--router-ttl-secs=5", "--router-approximate-cache-policy=ttl", "--router-predicted-ttl-secs=5");
+        for (flag, told) in [
+            (ttl, Told::ByAll),
+            (policy, Told::ByAll),
+            (predicted, Told::BySome),
+            (predicted, Told::ByNobody),
+            (ttl, Told::LoadAlone),
+            (policy, Told::LoadAlone),
+            (predicted, Told::LoadAlone),
+        ] {
+            let name = flag.split('=').next().unwrap_or(flag);
+            let reason = told.reason();
+            assert_eq!(wrong(&[flag], told), format!("{name} and {reason} contradict each other; drop one"));
+        }
+        let lru = wrong(&["--router-approximate-cache-policy=lru", "--router-ttl-secs=5"], Told::ByNobody);
         assert!(lru.contains("lru and --router-ttl-secs"), "{lru}");
-        assert!(wrong(&["--router-approximate-cache-policy=ttl"], true).contains("--router-kv-events"));
-        assert!(wrong(&["--router-event-threads=0"], true).contains("zero"));
+        assert!(wrong(&["--router-event-threads=0"], Told::ByAll).contains("zero"));
     }
 }

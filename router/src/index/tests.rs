@@ -121,6 +121,26 @@ async fn a_look_comes_after_what_was_applied_before() {
     assert_eq!(index.look(rank(1), vec![block(1001)], 1, &life).await, None);
 }
 
+/// Case 7: that nothing is ever told is noticed, whatever is guessed meanwhile.
+#[tokio::test]
+async fn guesses_do_not_hide_that_events_never_tell_of_any_prompt() {
+    for guesses in [None, Some(Policy::Ttl(Duration::from_secs(1000)))] {
+        let (index, life) = (indexer(1, true, guesses), CancellationToken::new());
+        let prompt = hashes(&[1, 2]);
+        index.routed(rank(1), &prompt);
+        // An answer comes after what was sent before.
+        index.apply(rank(9), vec![stored(&[50])], &life).await;
+        assert_eq!(depths(&index, &[1, 2]).len(), guesses.iter().len());
+        for second in 0..100 {
+            index.matched_at(Duration::from_secs(second), &prompt, &index.overlaps(&prompt));
+        }
+        assert!(index.finds_nothing(), "with {guesses:?}");
+        index.apply(rank(1), vec![stored(&[1])], &life).await;
+        index.matched_at(Duration::from_secs(100), &prompt, &index.overlaps(&prompt));
+        assert!(!index.finds_nothing());
+    }
+}
+
 /// Case 3: what engines hold may grow for ever; the index does not.
 #[tokio::test]
 async fn under_churn_memory_stays_within_its_budget_and_blocks_are_evicted() {

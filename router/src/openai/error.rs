@@ -7,6 +7,7 @@ use bytes::Bytes;
 use hyper::StatusCode;
 use serde_json::json;
 
+use super::routing::WORKER_HEADER;
 use crate::backend::DispatchError;
 
 /// An answer that is an error.
@@ -159,7 +160,8 @@ impl From<DispatchError> for ApiError {
     fn from(error: DispatchError) -> ApiError {
         let (status, kind, code, label) = classify(&error);
         let param = match error {
-            DispatchError::UnknownWorker(_) => Some("x-armature-worker".into()),
+            DispatchError::UnknownWorker { named_by, .. } => named_by.map(Cow::from),
+            DispatchError::NeedsWorker => Some(WORKER_HEADER.into()),
             _ => None,
         };
         ApiError { status, kind, code, param, message: error.to_string(), label }
@@ -171,9 +173,10 @@ pub fn classify(error: &DispatchError) -> (StatusCode, &'static str, Option<&'st
     match error {
         DispatchError::NoWorker { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("no_worker"), "no_worker"),
         DispatchError::Busy { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("workers_busy"), "busy"),
-        DispatchError::UnknownWorker(_) => {
+        DispatchError::UnknownWorker { .. } => {
             (StatusCode::BAD_REQUEST, INVALID, Some("unknown_worker"), "invalid_request")
         }
+        DispatchError::NeedsWorker => (StatusCode::BAD_REQUEST, INVALID, Some("worker_required"), "invalid_request"),
         DispatchError::Overloaded(_) => {
             (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", Some("overloaded"), "overloaded")
         }

@@ -12,8 +12,10 @@ use serde::Deserialize;
 use super::error::ApiError;
 use crate::backend::{RouteOptions, RoutingHints};
 
-/// Headers that name the instance id of the worker wanted: ours, and Dynamo's.
-const WORKER_HEADERS: [&str; 2] = ["x-armature-worker", "x-dynamo-worker-instance-id"];
+/// Header that names the instance id of the worker wanted.
+pub(super) const WORKER_HEADER: &str = "x-armature-worker";
+/// The same, and Dynamo's.
+const WORKER_HEADERS: [&str; 2] = [WORKER_HEADER, "x-dynamo-worker-instance-id"];
 /// Its data-parallel rank; the first of them that is there counts.
 const RANK_HEADERS: [&str; 2] = ["x-armature-dp-rank", "x-dynamo-dp-rank"];
 /// Weight among requests that wait.
@@ -92,8 +94,8 @@ pub struct Constraints {
 /// What a body says, checked.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct BodyHints {
-    /// Instance id of the worker wanted.
-    pub worker: Option<u64>,
+    /// Instance id of the worker wanted, and the field that names it.
+    pub worker: Option<(&'static str, u64)>,
     /// The rest.
     pub hints: RoutingHints,
 }
@@ -110,7 +112,8 @@ impl BodyHints {
                 let message = "nvext.backend_instance_id and nvext.decode_worker_id name different workers";
                 return Err(ApiError::invalid("nvext.decode_worker_id", message));
             }
-            (one, other) => one.or(other),
+            (Some(one), _) => Some(("nvext.backend_instance_id", one)),
+            (None, other) => other.map(|other| ("nvext.decode_worker_id", other)),
         };
         let agent = nvext.agent_hints.clone().unwrap_or_default();
         let constraints = nvext.routing_constraints.clone().unwrap_or_default();
@@ -191,27 +194,22 @@ impl HeaderHints {
         Ok(Self { worker, dp_rank, priority })
     }
 
-    /// Instance id of the worker wanted.
-    pub fn worker(&self) -> Option<u64> {
-        self.worker.map(|(_, id)| id)
-    }
-
     /// Puts headers and body together: a header goes before the body, except that they must not name different workers.
     pub fn with(self, body: BodyHints) -> Result<RouteOptions, ApiError> {
         let BodyHints { worker, mut hints } = body;
-        if let Some(((header, one), other)) = self.worker.zip(worker)
+        if let Some(((header, one), (_, other))) = self.worker.zip(worker)
             && one != other
         {
             return Err(ApiError::invalid(header, format!("{header} and nvext name different workers")));
         }
         hints.dp_rank = self.dp_rank.map(|(_, rank)| rank).or(hints.dp_rank);
         hints.priority = self.priority.unwrap_or(hints.priority);
-        let pinned_worker = self.worker().or(worker);
+        let (pinned_by, pinned_worker) = self.worker.or(worker).unzip();
         if hints.dp_rank.is_some() && pinned_worker.is_none() {
             let message = "a dp_rank is one of a worker: name the worker, too";
             return Err(ApiError::invalid(self.dp_rank.map_or("nvext.dp_rank", |(name, _)| name), message));
         }
-        Ok(RouteOptions { model: None, pinned_worker, hints })
+        Ok(RouteOptions { pinned_worker, pinned_by, hints, ..RouteOptions::default() })
     }
 }
 
@@ -268,7 +266,7 @@ mod tests {
             strict_priority: 1,
             expected_output_tokens: Some(200),
         };
-        assert_eq!(read, BodyHints { worker: Some(7), hints });
+        assert_eq!(read, BodyHints { worker: Some(("nvext.backend_instance_id", 7)), hints });
     }
 
     #[test]
@@ -299,7 +297,10 @@ mod tests {
     fn a_header_goes_before_the_body_but_they_must_name_one_worker() {
         let same = [("x-armature-worker", "7"), ("x-dynamo-worker-instance-id", " 7 ")];
         let both = headers(&same).expect("valid").with(body(json!({"backend_instance_id": 7})).expect("valid"));
-        assert_eq!(both.expect("valid").pinned_worker, Some(7));
+        let both = both.expect("valid");
+        assert_eq!((both.pinned_worker, both.pinned_by), (Some(7), Some("x-dynamo-worker-instance-id")));
+        let decodes = HeaderHints::default().with(body(json!({"decode_worker_id": 8})).expect("valid")).expect("valid");
+        assert_eq!((decodes.pinned_worker, decodes.pinned_by), (Some(8), Some("nvext.decode_worker_id")));
         let differ = [("x-armature-worker", "7"), ("x-dynamo-worker-instance-id", "8")];
         assert_eq!(param(headers(&differ)), "x-dynamo-worker-instance-id");
         let other = body(json!({"decode_worker_id": 8})).expect("valid");

@@ -118,6 +118,9 @@ impl Forwarded {
         self.guard.tokens(passed.tokens);
         if let State::Running(running) = &mut self.state {
             running.served.booking.generated(passed.tokens);
+            if let Some(id) = self.tap.take_id() {
+                running.served.id.answered_as(&id);
+            }
         }
         self.out = passed.out;
     }

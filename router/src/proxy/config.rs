@@ -6,8 +6,9 @@ use std::time::Duration;
 use clap::Args;
 use kv_hashing::BlockSize;
 
-use crate::config::{ConfigError, seconds};
+use crate::config::{ConfigError, SelectionOptions, seconds};
 use crate::discovery::static_servers::{EventsOf, ServerUrl, StaticServer};
+use crate::index::config::{CachePolicy, IndexOptions};
 
 /// Tokens per block where nobody says.
 const BLOCK_SIZE: u32 = 16;
@@ -27,6 +28,14 @@ pub struct ProxyConfig {
     /// Tokens per KV block of these servers
     #[arg(long, env = "DYN_KV_CACHE_BLOCK_SIZE", default_value_t = BLOCK_SIZE, value_parser = clap::value_parser!(u32).range(1..))]
     pub kv_cache_block_size: u32,
+    /// KV blocks of each of these servers' engines [default: not known]
+    #[arg(long, env = "ARMATURE_WORKER_KV_BLOCKS", value_name = "BLOCKS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub worker_kv_blocks: Option<u32>,
+    /// Most tokens in one step of each of these servers' engines [default: not known]
+    #[arg(
+        long, env = "ARMATURE_WORKER_MAX_BATCHED_TOKENS", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..)
+    )]
+    pub worker_max_batched_tokens: Option<u32>,
     /// Where such a server publishes its KV events: URL=tcp://HOST:PORT, and ;replay=tcp://HOST:PORT where it sends past
     /// ones again; tcp://*:PORT when it connects to the router. May be given several times
     #[arg(long, env = "ARMATURE_KV_EVENTS_ENDPOINTS", value_name = "URL=ADDRESS,…", value_delimiter = ',')]
@@ -57,6 +66,10 @@ pub struct ProxySettings {
     pub model: Option<ModelSource>,
     /// Tokens per KV block.
     pub block_size: BlockSize,
+    /// KV blocks of each server, if they are known.
+    pub total_blocks: Option<u32>,
+    /// Most tokens in one step of each server's engine, if it is known.
+    pub max_batched_tokens: Option<u32>,
     /// Whom https:// servers are trusted by; `None`: by the machine's authorities.
     pub ca_file: Option<PathBuf>,
     /// Bearer token of health checks.
@@ -121,12 +134,31 @@ impl ProxyConfig {
         Ok(ProxySettings { servers, model: self.model()?, ..self.plain() })
     }
 
+    /// Refuses settings that are measured by what these servers do not tell, and nobody said.
+    pub(crate) fn can_measure(&self, selection: &SelectionOptions, index: &IndexOptions) -> Result<(), ConfigError> {
+        let blocks = (self.worker_kv_blocks.is_some(), "--worker-kv-blocks BLOCKS");
+        let batch = (self.worker_max_batched_tokens.is_some(), "--worker-max-batched-tokens TOKENS");
+        let lru = index.router_approximate_cache_policy == Some(CachePolicy::Lru);
+        let measured = [
+            (selection.router_queue_threshold.is_some(), "--router-queue-threshold", batch),
+            (selection.active_prefill_tokens_threshold_frac.is_some(), "--active-prefill-tokens-threshold-frac", batch),
+            (selection.active_decode_blocks_threshold.is_some(), "--active-decode-blocks-threshold", blocks),
+            (lru, "--router-approximate-cache-policy lru", blocks),
+        ];
+        let lacks = |(given, _, (known, _)): &(bool, &str, (bool, &str))| *given && !known;
+        measured.into_iter().find(lacks).map_or(Ok(()), |(_, flag, (_, needed))| {
+            Err(ConfigError::new(format!("{flag} needs {needed} with --workers: these servers do not tell theirs")))
+        })
+    }
+
     /// What needs no check of its own.
     fn plain(&self) -> ProxySettings {
         ProxySettings {
             servers: Vec::new(),
             model: None,
             block_size: BlockSize::new(self.kv_cache_block_size).expect("its parser refuses 0"),
+            total_blocks: self.worker_kv_blocks,
+            max_batched_tokens: self.worker_max_batched_tokens,
             ca_file: self.worker_ca_file.clone(),
             api_key: self.worker_api_key.clone(),
             check_interval: self.worker_check_interval_secs,
@@ -149,6 +181,8 @@ impl ProxyConfig {
             (self.model_path.is_some(), "--model-path"),
             (self.model_name.is_some(), "--model-name"),
             (!self.kv_events_endpoints.is_empty(), "--kv-events-endpoints"),
+            (self.worker_kv_blocks.is_some(), "--worker-kv-blocks"),
+            (self.worker_max_batched_tokens.is_some(), "--worker-max-batched-tokens"),
             (self.worker_ca_file.is_some(), "--worker-ca-file"),
             (self.worker_api_key.is_some(), "--worker-api-key"),
         ]

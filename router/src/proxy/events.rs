@@ -13,6 +13,9 @@ use crate::stream::encode::Usage;
 /// Largest part of an event that is held back; a longer one goes out in pieces.
 const HELD: usize = 1 << 20;
 
+/// Longest id of an answer that is taken note of, in bytes.
+const MOST_ID: usize = 256;
+
 const DATA: &[u8] = b"data:";
 
 /// Looks at one stream of events.
@@ -25,6 +28,10 @@ pub(super) struct EventTap {
     silent: usize,
     expects_usage: bool,
     usage: Option<Usage>,
+    /// An event with data has come.
+    begun: bool,
+    /// What it calls the answer, until somebody takes note.
+    id: Option<String>,
     done: bool,
     finished: bool,
     failed: bool,
@@ -48,6 +55,8 @@ impl EventTap {
             silent,
             expects_usage,
             usage: None,
+            begun: false,
+            id: None,
             done: false,
             finished: false,
             failed: false,
@@ -87,6 +96,9 @@ impl EventTap {
             let line = &events[from..end];
             from = end + 1;
             let Some(data) = line.strip_prefix(DATA).map(<[u8]>::trim_ascii) else { continue };
+            if !std::mem::replace(&mut self.begun, true) {
+                self.id = answer_id(data);
+            }
             match data {
                 b"[DONE]" => self.done = true,
                 _ if data.starts_with(b"{\"error\"") => self.failed = true,
@@ -106,6 +118,11 @@ impl EventTap {
             tokens = tokens.saturating_sub(1);
         }
         tokens
+    }
+
+    /// What the server calls the answer; once, when its first event has come.
+    pub(super) fn take_id(&mut self) -> Option<String> {
+        self.id.take()
     }
 
     /// What the server said of token counts, if it was asked to.
@@ -144,6 +161,21 @@ fn last_boundary(piece: &[u8]) -> Option<usize> {
         before = at;
     }
     None
+}
+
+#[derive(Deserialize)]
+struct Identity {
+    #[serde(default)]
+    id: Option<String>,
+}
+
+/// What an answer, or an event of one, is called. Cost: a pass over it, unless it begins with that.
+pub(super) fn answer_id(json: &[u8]) -> Option<String> {
+    let id = match json.trim_ascii_start().strip_prefix(b"{\"id\":") {
+        Some(rest) => serde_json::Deserializer::from_slice(rest).into_iter::<Option<String>>().next()?.ok()?,
+        None => serde_json::from_slice::<Identity>(json).ok()?.id,
+    };
+    id.filter(|id| id.len() <= MOST_ID)
 }
 
 #[derive(Deserialize)]
@@ -224,6 +256,26 @@ mod tests {
         let passed = tap.pass("xt\":\"a\"}]}\n\ndata".into());
         assert_eq!((&passed.out[..], passed.tokens), (&b"data: {\"choices\":[{\"text\":\"a\"}]}\n\n"[..], 1));
         assert!(!tap.is_complete(), "nothing says that this was all");
+    }
+
+    #[test]
+    fn the_id_of_an_answer_is_read_wherever_it_stands() {
+        for json in [
+            r#"{"id":"chatcmpl-1","object":"chat.completion","choices":[]}"#,
+            r#" {"id": "chatcmpl-1", "choices": [{"message": {"tool_calls": [{"id": "call-2"}]}}]}"#,
+            r#"{"choices":[{"message":{"tool_calls":[{"id":"call-2"}]}}],"id":"chatcmpl-1"}"#,
+        ] {
+            assert_eq!(answer_id(json.as_bytes()).as_deref(), Some("chatcmpl-1"), "{json}");
+        }
+        let long = format!("{{\"id\":\"{}\"}}", "x".repeat(MOST_ID + 1));
+        for json in ["", "{", "[DONE]", r#"{"id":7}"#, r#"{"id":null}"#, r#"{"object":"x"}"#, &long] {
+            assert_eq!(answer_id(json.as_bytes()), None, "{json}");
+        }
+        let mut tap = EventTap::new(1, false);
+        tap.pass(": comment\n\ndata: {\"id\":\"a\",\"choi".into());
+        assert_eq!(tap.take_id(), None);
+        tap.pass("ces\":[]}\n\ndata: {\"id\":\"b\"}\n\n".into());
+        assert_eq!((tap.take_id().as_deref(), tap.take_id()), (Some("a"), None));
     }
 
     #[test]

@@ -14,7 +14,7 @@ use super::server::{Health, ListedModel, Server, Status};
 use crate::backend::ServedModel;
 use crate::dispatch::PrefillPool;
 use crate::model::Model;
-use crate::workers::{ClusterView, ModelView, now_s, remember};
+use crate::workers::{ClusterView, ModelView, Trouble, now_s, remember};
 
 /// Longest wait for the first checks: a router is ready when each server has answered, or had the time to.
 const FIRST: Duration = Duration::from_secs(2);
@@ -73,6 +73,7 @@ async fn publish(proxy: &Proxy) -> bool {
         if matches!(status.health, Health::Down { gone: true, .. }) {
             // What came to it is gone.
             proxy.cluster.index.remove_worker(server.id).await;
+            proxy.tell_capacity(server).await;
         }
     }
     let mut listed: BTreeMap<&str, Vec<Lister<'_>>> = BTreeMap::new();
@@ -91,10 +92,12 @@ async fn publish(proxy: &Proxy) -> bool {
     let routes: Routes = listed.iter().map(route).collect();
     let well = statuses.iter().filter(|(_, status)| status.health == Health::Up).count();
     let set: WorkerSet =
-        statuses.iter().filter_map(|(server, status)| Some(worker(server, status, base(status)?))).collect();
+        statuses.iter().filter_map(|(server, status)| Some(proxy.worker(server, status, base(status)?))).collect();
     let metrics = &proxy.cluster.metrics;
     metrics.workers_known.set(statuses.len() as i64);
     metrics.workers_routable.set(well as i64);
+    let troubles: Vec<Trouble> = proxy.troubles().map(|(_, trouble)| trouble).collect();
+    Trouble::show(&troubles, metrics);
     let models = routes.iter().map(|(name, route)| {
         let (served, block_size) = (route.served.clone(), route.block_size);
         let view = ModelView { served, block_size, prefill: PrefillPool::None };
@@ -113,12 +116,24 @@ fn base(status: &Status) -> Option<&str> {
     base.map(|model| model.name.as_str())
 }
 
-fn worker(server: &Server, status: &Status, model: &str) -> Worker {
-    let unreachable = status.health != Health::Up;
-    Worker { unreachable, ..Worker::new(server.rank(), server.name.clone(), model) }
-}
-
 impl Proxy {
+    fn worker(&self, server: &Server, status: &Status, model: &str) -> Worker {
+        Worker {
+            unreachable: status.health != Health::Up,
+            total_blocks: self.settings.total_blocks,
+            max_batched_tokens: self.settings.max_batched_tokens,
+            ..Worker::new(server.rank(), server.name.clone(), model)
+        }
+    }
+
+    /// What is guessed of a server is bounded by what it has room for. To be told anew after the index forgot the server.
+    pub(super) async fn tell_capacity(&self, server: &Server) {
+        if let Some(blocks) = self.settings.total_blocks {
+            let (rank, most) = (server.rank(), kv_index::MAX_RANK_BLOCKS);
+            self.cluster.index.expect(rank, Some(blocks as usize), most, &self.life).await;
+        }
+    }
+
     fn route(&self, name: &str, listers: &[Lister<'_>], created_s: u64) -> Route {
         let is_adapter = listers.iter().any(|lister| lister.model.is_adapter);
         let tokenizer = self.tokenizer.as_ref().filter(|tokenizer| {
@@ -136,7 +151,7 @@ impl Proxy {
         let model = tokenizer.map_or_else(|| self.plain.clone(), |tokenizer| tokenizer.model.clone());
         Route {
             served: Arc::new(ServedModel { card, model, created_s }),
-            set: Arc::new(listers.iter().map(|lister| worker(lister.server, lister.status, name)).collect()),
+            set: Arc::new(listers.iter().map(|lister| self.worker(lister.server, lister.status, name)).collect()),
             adapter: is_adapter.then(|| name.to_owned()),
             exact: tokenizer.is_some(),
             block_size: self.settings.block_size,

@@ -11,9 +11,11 @@ use hyper::header::{
 use hyper::http::response::Parts;
 use hyper::{Method, Request, StatusCode};
 use kv_hashing::BlockHash;
+use routing::RequestNames;
 use tokio::time::{Instant, timeout_at};
 
 use super::Proxy;
+use super::events::answer_id;
 use super::key::Key;
 use super::line::{Answer, LineError};
 use super::server::Server;
@@ -86,8 +88,8 @@ impl Outgoing {
     }
 
     /// Its id, as the client and the servers know it.
-    fn id(&self) -> Arc<str> {
-        self.headers.get("x-request-id").and_then(|id| id.to_str().ok()).unwrap_or_default().into()
+    fn id(&self) -> &str {
+        self.headers.get("x-request-id").and_then(|id| id.to_str().ok()).unwrap_or_default()
     }
 
     fn request(&self, server: &Server) -> Request<Full<Bytes>> {
@@ -135,6 +137,8 @@ pub(crate) enum Body {
 pub(crate) struct Served {
     pub(super) server: Arc<Server>,
     pub(super) booking: Booking,
+    /// What the request is called.
+    pub(super) id: RequestNames,
     overlap_blocks: u32,
 }
 
@@ -167,12 +171,12 @@ pub(super) async fn run(proxy: &Proxy, outgoing: &Outgoing) -> Result<Incoming, 
     let key = &outgoing.key;
     let prompt = (key.blocks.clone(), key.prompt.clone());
     let mut ask = Ask::of(outgoing.id(), key.model(), prompt, &outgoing.options, &proxy.cost)?;
-    let (workers, held) = (|| proxy.workers(key.model()), |blocks: &[BlockHash]| proxy.overlaps(blocks));
+    let (workers, overlaps) = (|| proxy.workers(key.model()), |blocks: &[BlockHash]| proxy.overlaps(blocks));
     let mut last_error = None;
     for _ in 0..ATTEMPTS {
-        let placed = proxy.placement.find(&proxy.cluster, &ask, &workers, |set| &**set, &held).await?;
-        let Some(Found { decision, booking, .. }) = placed else { break };
-        proxy.routed(&ask, &decision);
+        let placed = proxy.placement.find(&proxy.cluster, &ask, &workers, |set| &**set, &overlaps).await?;
+        let Some(Found { decision, booking, held, .. }) = placed else { break };
+        proxy.routed(&ask, &decision, &held);
         let worker = decision.rank.worker;
         ask.failed_at(worker);
         let Some(server) = proxy.servers.get(&worker) else { continue };
@@ -180,7 +184,13 @@ pub(super) async fn run(proxy: &Proxy, outgoing: &Outgoing) -> Result<Incoming, 
             Ok((head, body)) => {
                 let overlap_blocks = decision.terms.overlap.total();
                 let (status, headers) = (head.status, end_to_end(head.headers));
-                let served = Served { server: server.clone(), booking, overlap_blocks };
+                if status.is_success() {
+                    proxy.answered(server, &key.prompt, &decision);
+                }
+                if let Body::Whole(answer) = &body {
+                    answer_id(answer).inspect(|id| ask.id.answered_as(id));
+                }
+                let served = Served { server: server.clone(), booking, overlap_blocks, id: ask.id };
                 return Ok(Incoming { status, headers, body, served });
             }
             Err(Failure::Final(error)) => return Err(error),

@@ -9,7 +9,7 @@ use engine_feed::{CollectorCounters, Feed, Note, Sink};
 use kv_hashing::BlockSize;
 use kv_index::{KvEvent, WorkerRank};
 use protocol::kv_event::{KvCacheEvent, RouterEvent};
-use protocol::vllm_events::{EventBatch, Refused, Translator};
+use protocol::vllm_events::{EngineEvent, EventBatch, Refused, Translator};
 use tokio_util::sync::CancellationToken;
 
 use super::Proxy;
@@ -31,7 +31,6 @@ pub(super) fn start(proxy: &Proxy, server: &Arc<Server>, stop: &CancellationToke
         cluster: proxy.cluster.clone(),
         block_size: proxy.settings.block_size,
         ranks: BTreeMap::new(),
-        warned: false,
         unbound: false,
         stop: stop.clone(),
     };
@@ -51,8 +50,6 @@ struct Indexed {
     block_size: BlockSize,
     /// By data-parallel rank.
     ranks: BTreeMap<u32, Translator>,
-    /// Somebody has been told that the events are of no use.
-    warned: bool,
     /// Somebody has been told that the port is taken.
     unbound: bool,
     stop: CancellationToken,
@@ -66,10 +63,14 @@ impl Sink for Indexed {
         }
         let translator = self.ranks.entry(dp_rank).or_insert_with(|| Translator::new(self.block_size));
         let mut events: Vec<KvEvent> = Vec::with_capacity(batch.events.len());
-        let mut refused = Vec::new();
+        let (mut refused, mut stored) = (Vec::new(), false);
         for event in &batch.events {
+            if let EngineEvent::Stored(_) | EngineEvent::Removed(_) = event {
+                self.server.watch.heard();
+            }
             match translator.translate(event) {
                 Ok(Some(translated)) => {
+                    stored |= matches!(event, EngineEvent::Stored(_));
                     let event = RouterEvent {
                         worker_id: self.server.id.0,
                         storage_tier: translated.tier,
@@ -82,7 +83,7 @@ impl Sink for Indexed {
                 Err(reason) => refused.push(reason),
             }
         }
-        refused.iter().for_each(|reason| self.warn(reason));
+        self.judge(&refused, stored);
         let rank = WorkerRank { worker: self.server.id, dp_rank };
         let metrics = &self.cluster.metrics;
         metrics.events_applied.inc_by(events.len() as u64);
@@ -98,6 +99,8 @@ impl Sink for Indexed {
 
     async fn forget(&mut self) {
         self.ranks.clear();
+        // It may be another engine now.
+        self.server.watch.is_of_other_size(false);
         self.cluster.index.remove_worker(self.server.id).await;
     }
 
@@ -128,12 +131,20 @@ impl Indexed {
         self.cluster.metrics.events_refused.get_or_create(&ReasonLabels { reason }).inc();
     }
 
-    /// Counts an event that is of no use, and says so once when none of them can be.
-    fn warn(&mut self, refused: &Refused) {
-        self.refuse(refused.label());
-        let Refused::BlockSize(theirs) = refused else { return };
-        if !std::mem::replace(&mut self.warned, true) {
-            self.cluster.metrics.workers_event_mismatch.inc();
+    /// Counts the events of a batch that are of no use, and says so where none of them can be. `stored`: blocks of our size came.
+    fn judge(&self, refused: &[Refused], stored: bool) {
+        refused.iter().for_each(|refused| self.refuse(refused.label()));
+        let other_size = refused.iter().find_map(|refused| match refused {
+            Refused::BlockSize(theirs) => Some(*theirs),
+            _ => None,
+        });
+        let (Some(theirs), false) = (other_size, stored) else {
+            if stored {
+                self.server.watch.is_of_other_size(false);
+            }
+            return;
+        };
+        if self.server.watch.is_of_other_size(true) {
             let ours = self.block_size.get();
             tracing::warn!(
                 worker = %self.server.name, theirs, ours,

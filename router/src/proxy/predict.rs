@@ -3,9 +3,10 @@
 
 use kv_hashing::BlockHash;
 use kv_index::{Overlaps, PooledRun, TierBlocks, WorkerRank};
-use routing::{Decision, Mode};
+use routing::{Decision, Mode, Prompt};
 
 use super::Proxy;
+use super::server::Server;
 use crate::dispatch::ask::Ask;
 use crate::metrics::DecisionLabels;
 
@@ -23,20 +24,32 @@ impl Proxy {
         by_server(self.cluster.index.overlaps(blocks))
     }
 
-    /// A request goes to a server: counts it, and takes its prompt to be there from now on.
-    pub(super) fn routed(&self, ask: &Ask, decision: &Decision) {
+    /// A request goes to a server, of whose cache `held` was known: counts it, and takes its prompt to be there from now on.
+    pub(super) fn routed(&self, ask: &Ask, decision: &Decision, held: &Overlaps) {
         let (metrics, rank) = (&self.cluster.metrics, decision.rank);
         metrics.decisions.get_or_create(&DecisionLabels { mode: self.mode.as_str() }).inc();
-        let overlap = decision.terms.overlap.total();
-        tracing::debug!(
-            request = %ask.id, worker = rank.worker.0, overlap, cost = decision.terms.cost, "routed"
-        );
         if !self.matches_prefixes() {
             return;
         }
-        metrics.overlap_blocks.observe(f64::from(overlap));
-        if self.servers.get(&rank.worker).is_some_and(|server| server.events.is_none()) {
+        metrics.overlap_blocks.observe(f64::from(decision.terms.overlap.total()));
+        let tells = self.servers.get(&rank.worker).is_some_and(|server| server.events.is_some());
+        if tells {
+            self.cluster.index.matched(&ask.blocks, held);
+        }
+        // Of those that tell, guesses count only until their events come: where every server does.
+        if !tells || self.all_tell {
             self.cluster.index.routed(rank, &ask.blocks);
+        }
+    }
+
+    /// A server has answered: where it computed blocks, an event should tell of them.
+    pub(super) fn answered(&self, server: &Server, prompt: &Prompt, decision: &Decision) {
+        let Some(source) = server.events.as_ref().filter(|_| self.matches_prefixes()) else { return };
+        if server.watch.answered(&prompt.blocks, decision.terms.overlap.total()) {
+            tracing::warn!(
+                worker = %server.name, events = %source.address,
+                "the server is to publish KV events and computes prompts, but no event comes: see --kv-events-endpoints"
+            );
         }
     }
 }

@@ -12,10 +12,12 @@ use parking_lot::Mutex;
 use serde::Deserialize;
 use tokio::sync::Notify;
 
+use super::event_watch::EventWatch;
 use super::line::{Answer, LineError, Lines};
 use super::socket::Trust;
 use crate::discovery::static_servers::{EventSource, ServerUrl, StaticServer};
 use crate::openai::Endpoint;
+use crate::workers::Trouble;
 
 /// Whether requests go there.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,6 +62,8 @@ pub(super) struct Server {
     pub(super) name: Arc<str>,
     pub(super) name_header: HeaderValue,
     pub(super) events: Option<EventSource>,
+    /// Whether they come, and can be used.
+    pub(super) watch: EventWatch,
     authority: HeaderValue,
     chat: Uri,
     completions: Uri,
@@ -74,7 +78,13 @@ pub(super) struct Server {
 }
 
 impl Server {
-    pub(super) fn new(listed: &StaticServer, trust: Option<Trust>, dial: Duration, changed: Arc<Notify>) -> Self {
+    pub(super) fn new(
+        listed: &StaticServer,
+        trust: Option<Trust>,
+        dial: Duration,
+        watch: EventWatch,
+        changed: Arc<Notify>,
+    ) -> Self {
         let StaticServer { url, events } = listed.clone();
         let (authority, name) = (url.authority(), url.to_string());
         let name = name.split_once("://").map_or(&*name, |(_, name)| name);
@@ -90,6 +100,7 @@ impl Server {
             lines: Arc::new(Lines::new(url.clone(), trust, dial)),
             url,
             events,
+            watch,
             status: Mutex::new(Status { health: Health::Unknown, models: [].into() }),
             changed,
             suspect: Notify::new(),
@@ -112,6 +123,11 @@ impl Server {
 
     pub(super) fn status(&self) -> Status {
         self.status.lock().clone()
+    }
+
+    /// What is wrong with its KV events, if it is to publish any.
+    pub(super) fn trouble(&self) -> Option<Trouble> {
+        self.events.as_ref().and_then(|_| self.watch.trouble())
     }
 
     /// A check went well.
@@ -254,7 +270,8 @@ mod tests {
     fn changes_of_health_are_told_once() {
         let changed = Arc::new(Notify::new());
         let listed = StaticServer { url: "http://h:1/p".parse().expect("a URL"), events: None };
-        let server = Server::new(&listed, None, Duration::from_secs(1), changed.clone());
+        let watch = EventWatch::new(Duration::ZERO, changed.clone());
+        let server = Server::new(&listed, None, Duration::from_secs(1), watch, changed.clone());
         assert_eq!((&*server.name, server.status().health), ("h:1/p", Health::Unknown));
         let told = || {
             let notified = std::pin::pin!(changed.notified());

@@ -43,8 +43,7 @@ pub(crate) struct Life {
     changed: Arc<Notify>,
     /// Ends the life.
     stop: CancellationToken,
-    /// Ends the present feed alone; a child of `stop`.
-    stop_events: Mutex<CancellationToken>,
+    following: Mutex<Option<Following>>,
     /// Whether the feed has applied all that it knows of.
     events_live: Arc<AtomicBool>,
     unexpected: AtomicU32,
@@ -52,6 +51,14 @@ pub(crate) struct Life {
     /// Its card says that it hashes blocks otherwise than we do.
     hashes_differ: bool,
     silence: Arc<Silence>,
+}
+
+/// What is read of its publisher at present.
+struct Following {
+    /// Its KV events and its load; if not, its load alone.
+    events: bool,
+    /// Ends the feed alone; a child of the life's.
+    stop: CancellationToken,
 }
 
 impl Life {
@@ -77,7 +84,7 @@ impl Life {
             silence: Arc::new(Silence::new(patience, changed.clone())),
             hashes_differ,
             changed,
-            stop_events: Mutex::new(stop.child_token()),
+            following: Mutex::default(),
             events_live: Arc::default(),
             stop,
             unexpected: AtomicU32::new(0),
@@ -85,12 +92,12 @@ impl Life {
         })
     }
 
-    /// Starts following its KV events, if it publishes any that can be of use, and its load.
+    /// From now on follows its KV events, if it publishes any, and its load: with a fresh feed, unless it did already.
     pub(super) fn follow_events(&self, index: &Arc<Indexer>, placement: &Arc<Placement>, metrics: &Arc<CoreMetrics>) {
+        let Some(stop) = self.follow(true) else { return };
+        self.unexpected.store(0, Ordering::Relaxed);
+        self.hash_mismatch.store(false, Ordering::Relaxed);
         let spec = self.spec();
-        if self.hashes_differ {
-            return self.follow_load(placement, metrics);
-        }
         let Some(events) = spec.events.clone() else { return };
         ingest::start(Feed {
             worker: self.worker_id(),
@@ -106,13 +113,15 @@ impl Life {
             index: index.clone(),
             placement: placement.clone(),
             metrics: metrics.clone(),
-            stop: self.stop_events.lock().clone(),
+            stop,
         });
     }
 
-    /// Starts following what it says of its load, without its KV events.
-    pub(super) fn follow_load(&self, placement: &Arc<Placement>, metrics: &Arc<CoreMetrics>) {
-        let Some(events) = self.spec().events.clone() else { return };
+    /// From now on follows what it says of its load, and no KV events; false if that was so before. Whoever calls it removes from
+    /// the index what events told.
+    pub(super) fn follow_load(&self, placement: &Arc<Placement>, metrics: &Arc<CoreMetrics>) -> bool {
+        let Some(stop) = self.follow(false) else { return false };
+        let Some(events) = self.spec().events.clone() else { return true };
         ingest::load::follow(LoadFeed {
             worker: self.worker_id(),
             ranks: self.ranks(),
@@ -120,8 +129,26 @@ impl Life {
             client: self.client.clone(),
             placement: placement.clone(),
             metrics: metrics.clone(),
-            stop: self.stop.clone(),
+            stop,
         });
+        true
+    }
+
+    /// Ends the present feed, and returns what ends the next one. `None`: nothing changes, or the life has ended.
+    fn follow(&self, events: bool) -> Option<CancellationToken> {
+        let mut following = self.following.lock();
+        if self.stop.is_cancelled() || following.as_ref().is_some_and(|present| present.events == events) {
+            return None;
+        }
+        let stop = self.stop.child_token();
+        if let Some(before) = following.replace(Following { events, stop: stop.clone() }) {
+            before.stop.cancel();
+        }
+        Some(stop)
+    }
+
+    fn follows_events(&self) -> bool {
+        self.following.lock().as_ref().is_some_and(|following| following.events)
     }
 
     /// Without events, what is guessed of it is bounded by what it says it has room for.
@@ -133,38 +160,16 @@ impl Life {
         }
     }
 
-    /// Starts a fresh feed if the last one was stopped: the events are of use after all.
-    pub(super) fn resume_events(&self, index: &Arc<Indexer>, placement: &Arc<Placement>, metrics: &Arc<CoreMetrics>) {
-        {
-            let mut stop_events = self.stop_events.lock();
-            if !stop_events.is_cancelled() || self.stop.is_cancelled() {
-                return;
-            }
-            *stop_events = self.stop.child_token();
-        }
-        self.unexpected.store(0, Ordering::Relaxed);
-        self.hash_mismatch.store(false, Ordering::Relaxed);
-        self.follow_events(index, placement, metrics);
-    }
-
     /// Nothing new goes there. Open streams may end.
     pub(super) fn retire(&self) {
         self.stop.cancel();
-    }
-
-    /// Its events are of no use. False when that was known.
-    pub(super) fn stop_events(&self) -> bool {
-        let stop_events = self.stop_events.lock();
-        let first = !stop_events.is_cancelled();
-        stop_events.cancel();
-        first
     }
 
     /// Why a request's reuse can not be predicted from its events, if it can not.
     pub(crate) fn trouble(&self) -> Option<Trouble> {
         if self.hashes_differ {
             Some(Trouble::Hashes)
-        } else if self.stop_events.lock().is_cancelled() {
+        } else if !self.follows_events() {
             Some(Trouble::BlockSize)
         } else if self.hash_mismatch.load(Ordering::Relaxed) {
             Some(Trouble::Reuse)
@@ -182,9 +187,8 @@ impl Life {
     /// again even if it is held, and whoever wants the prompt's log-probabilities has all of them computed again.
     pub(crate) fn prefilled(&self, output: &Output) {
         let fresh = output.prompt_blocks > output.reused_blocks.saturating_add(1) && output.prompt_logprobs.is_empty();
-        let followed = !self.hashes_differ && !self.stop_events.lock().is_cancelled();
         let spec = self.spec();
-        let Some(events) = spec.events.as_ref().filter(|_| fresh && followed) else { return };
+        let Some(events) = spec.events.as_ref().filter(|_| fresh && self.follows_events()) else { return };
         if self.silence.computed() {
             tracing::warn!(worker = %spec.name, events, "the worker announces KV events and computes blocks, but no event comes");
         }
@@ -299,9 +303,7 @@ impl Life {
         worker.max_batched_tokens = capacity(card.runtime_config.max_num_batched_tokens);
         worker.draining = self.is_draining();
         worker.unreachable = self.client.is_down();
-        // A card of Dynamo's that is about an adapter names it.
-        let adapter = card.extra.get("lora").and_then(|lora| lora.get("name")).and_then(|name| name.as_str());
-        worker.adapters = adapter.map(Arc::from).into_iter().collect();
+        worker.adapters = card.adapter().map(Arc::from).into_iter().collect();
         if let Some(own) = &card.armature {
             worker.revision = own.revision.as_str().into();
             worker.labels =

@@ -1,10 +1,13 @@
-//! What can be wrong with a worker's KV events so that the index is blind for it, and the watch for events that never come.
+//! What can be wrong with a worker's KV events so that the index is blind for it, and the watch for events that never come: the same
+//! for workers with an agent and for OpenAI servers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
+
+use crate::metrics::{CoreMetrics, ReasonLabels};
 
 /// Requests in a row that computed new blocks, and of which no event told.
 const UNTOLD: u32 = 16;
@@ -23,7 +26,7 @@ pub(crate) enum Trouble {
 }
 
 impl Trouble {
-    pub(crate) const ALL: [Self; 4] = [Self::Hashes, Self::BlockSize, Self::Reuse, Self::Silence];
+    const ALL: [Self; 4] = [Self::Hashes, Self::BlockSize, Self::Reuse, Self::Silence];
 
     /// As metrics and pages name it.
     pub(crate) fn as_str(self) -> &'static str {
@@ -32,6 +35,16 @@ impl Trouble {
             Self::BlockSize => "block size differs",
             Self::Reuse => "reuse that was not announced",
             Self::Silence => "no events",
+        }
+    }
+
+    /// Shows those of all workers.
+    pub(crate) fn show(troubles: &[Self], metrics: &CoreMetrics) {
+        metrics.workers_event_mismatch.set(troubles.len() as i64);
+        for trouble in Self::ALL {
+            let count = troubles.iter().filter(|other| **other == trouble).count();
+            let labels = ReasonLabels { reason: trouble.as_str() };
+            metrics.workers_event_trouble.get_or_create(&labels).set(count as i64);
         }
     }
 }

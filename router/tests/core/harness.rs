@@ -184,6 +184,11 @@ pub async fn drain(mut routed: Routed) -> (Vec<u32>, Result<(), DispatchError>) 
     }
 }
 
+/// What a request gets that names this worker, and the worker is not there for it.
+pub fn unknown(worker: u64) -> DispatchError {
+    DispatchError::UnknownWorker { worker, named_by: None }
+}
+
 pub fn rank(worker: &Worker) -> WorkerRank {
     WorkerRank { worker: WorkerId(worker.life.instance_id), dp_rank: 0 }
 }

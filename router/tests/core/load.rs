@@ -103,6 +103,34 @@ async fn a_report_does_not_outlive_its_worker() {
 }
 
 #[tokio::test]
+async fn a_worker_whose_events_are_of_no_use_is_heard_all_the_same() {
+    let cluster = with_thresholds().await;
+    let decides = cluster.worker_of(small("decides")).await;
+    let other = cluster.worker_of(Life { block_size: BLOCK * 2, ..small("other") }).await;
+    assert_eq!(cluster.metric("armature_router_workers_event_mismatch"), 1.0);
+    others_hold(&cluster, &decides, 6).await;
+    others_hold(&cluster, &other, 7).await;
+    assert_eq!(cluster.generate(&prompt(1, 1)).await.err(), Some(DispatchError::Busy { model: MODEL.into() }));
+    // Its blocks are those of its model from now on, and its events are followed; so is its load.
+    decides.unregister(cluster.directory.path());
+    cluster.until("its events are of use", || cluster.metric("armature_router_workers_event_mismatch") == 0.0).await;
+    others_hold(&cluster, &other, 5).await;
+    other.report(ActiveLoad { draining: true, ..ActiveLoad::default() });
+    let draining = || cluster.backend().workers().get(rank(&other)).is_some_and(|worker| worker.draining);
+    cluster.until("it says that it leaves", draining).await;
+}
+
+#[tokio::test]
+async fn a_worker_of_another_block_size_can_say_that_it_leaves() {
+    let cluster = with_thresholds().await;
+    let _decides = cluster.worker_of(small("decides")).await;
+    let other = cluster.worker_of(Life { block_size: BLOCK * 2, ..small("other") }).await;
+    other.report(ActiveLoad { draining: true, ..ActiveLoad::default() });
+    let draining = || cluster.backend().workers().get(rank(&other)).is_some_and(|worker| worker.draining);
+    cluster.until("it says that it leaves", draining).await;
+}
+
+#[tokio::test]
 async fn reports_count_without_kv_events_too() {
     let cluster = Cluster::with(|settings| {
         settings.index.events = false;

@@ -64,7 +64,7 @@ async fn a_pin_is_kept_and_an_unknown_one_refused() {
     cluster.until_equal(&warm).await;
     let routed = cluster.generate_pinned(&prompt(1, 4), cold.life.instance_id).await.expect("routed");
     assert_eq!((routed.worker_id, routed.worker_name.as_str()), (cold.life.instance_id, "cold"));
-    assert_eq!(cluster.generate_pinned(&prompt(1, 4), 12345).await.err(), Some(DispatchError::UnknownWorker(12345)));
+    assert_eq!(cluster.generate_pinned(&prompt(1, 4), 12345).await.err(), Some(unknown(12345)));
 }
 
 #[tokio::test]

@@ -28,6 +28,24 @@ async fn chosen(cluster: &Cluster, hints: RoutingHints) -> Result<u64, DispatchE
     drain(routed).await.1.map(|()| worker)
 }
 
+/// Case S7: the task of a request decides itself, at once, and hands nothing to another task before it is sent.
+#[tokio::test]
+async fn a_decision_takes_no_hop_to_another_task() {
+    let cluster = Cluster::start(Mode::Kv).await;
+    let worker = cluster.worker("a").await;
+    worker.store(&prompt(1, 4));
+    cluster.until_equal(&worker).await;
+    let request = Generate { request_id: "r".into(), model: MODEL.into(), token_ids: prompt(1, 4), ..Generate::default() };
+    let mut dispatch = std::pin::pin!(cluster.backend().generate(request, RouteOptions::default()));
+    // Nothing else runs on this thread meanwhile, and what the threads of the index do is not waited for.
+    assert!(futures::poll!(&mut dispatch).is_pending(), "the worker has not answered");
+    let records = cluster.backend().decisions("r");
+    let decision = records[0].explanation.outcome.expect("chosen");
+    assert_eq!((records.len(), decision.rank, decision.terms.overlap.device), (1, rank(&worker), 4));
+    assert_eq!(cluster.metric("armature_router_requests_in_flight"), 1.0, "booked, too");
+    drain(dispatch.await.expect("routed")).await.1.expect("it ends well");
+}
+
 #[tokio::test]
 async fn labels_and_exclusions_narrow_the_choice() {
     let cluster = Cluster::start(Mode::Kv).await;
@@ -54,14 +72,14 @@ async fn a_prefill_worker_gets_no_whole_request() {
     assert_eq!(whole.worker_id, id(&decode), "who names a worker means the one that answers");
     assert!(prefill.prompts().is_empty());
     let pinned = cluster.generate_pinned(&prompt(1, 1), id(&prefill)).await.err();
-    assert_eq!(pinned, Some(DispatchError::UnknownWorker(id(&prefill))));
+    assert_eq!(pinned, Some(unknown(id(&prefill))));
 }
 
 #[tokio::test]
 async fn in_direct_mode_every_request_names_its_worker() {
     let cluster = Cluster::start(Mode::Direct).await;
     let worker = cluster.worker("a").await;
-    assert!(matches!(chosen(&cluster, RoutingHints::default()).await, Err(DispatchError::Invalid(_))));
+    assert_eq!(chosen(&cluster, RoutingHints::default()).await, Err(DispatchError::NeedsWorker));
     let routed = cluster.generate_pinned(&prompt(1, 1), id(&worker)).await.expect("routed");
     assert_eq!(routed.worker_id, id(&worker));
     let options = RouteOptions {
@@ -69,7 +87,7 @@ async fn in_direct_mode_every_request_names_its_worker() {
         ..hinted(RoutingHints { dp_rank: Some(3), ..RoutingHints::default() })
     };
     let refused = cluster.generate_with(&prompt(1, 1), options).await.err();
-    assert_eq!(refused, Some(DispatchError::UnknownWorker(id(&worker))), "it has one rank");
+    assert_eq!(refused, Some(unknown(id(&worker))), "it has one rank");
 }
 
 #[tokio::test]
@@ -91,7 +109,7 @@ async fn a_worker_with_ranks_is_told_which_of_them_is_meant() {
     }
     assert_eq!(sent(), [0, 1, 1, 1]);
     let refused = cluster.generate_with(&prompt(1, 1), at(2)).await.err();
-    assert_eq!(refused, Some(DispatchError::UnknownWorker(id(&worker))), "it has two");
+    assert_eq!(refused, Some(unknown(id(&worker))), "it has two");
     assert_eq!(cluster.metric("armature_router_workers_routable"), 1.0, "one worker, not two");
 }
 
@@ -137,10 +155,15 @@ async fn a_decision_is_explained_before_and_after() {
     let out = before.candidates.iter().find(|row| row.rank == rank(&cold)).expect("every worker is shown");
     assert_eq!(out.exclusion, Some(Exclusion::Excluded));
     assert!(warm.prompts().is_empty(), "nothing was sent");
-    drain(cluster.generate_with(&prompt(1, 4), excluded).await.expect("routed")).await.1.expect("it ends well");
+    let known_as = ["chatcmpl-1".into(), "client's".into()].into();
+    let named = RouteOptions { known_as, ..excluded };
+    drain(cluster.generate_with(&prompt(1, 4), named).await.expect("routed")).await.1.expect("it ends well");
     let records = cluster.backend().decisions("r");
     let [record] = &records[..] else { panic!("one attempt: {records:?}") };
     assert_eq!(record.explanation, before);
+    for name in ["chatcmpl-1", "client's"] {
+        assert_eq!(cluster.backend().decisions(name), records);
+    }
     assert_eq!(record.explanation.outcome.expect("somebody").pick, Pick::Lowest { ties: 1 });
 }
 
@@ -307,7 +330,7 @@ async fn what_can_never_be_placed_does_not_wait() {
     let _filling = fill(&cluster, &worker).await;
     let _waiting = send(&cluster, 1, 2, RoutingHints::default());
     until_waiting(&cluster, 1.0).await;
-    assert_eq!(cluster.generate_pinned(&prompt(2, 1), 12345).await.err(), Some(DispatchError::UnknownWorker(12345)));
+    assert_eq!(cluster.generate_pinned(&prompt(2, 1), 12345).await.err(), Some(unknown(12345)));
 }
 
 #[tokio::test]

@@ -8,7 +8,8 @@ use kv_index::predicted::Policy;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use protocol::kv_event::StorageTier;
-use router::backend::{Backend, Warning};
+use protocol::request_plane::Generate;
+use router::backend::{Backend, RouteOptions, Warning};
 use router::config::Settings;
 use serde_json::json;
 
@@ -88,6 +89,7 @@ async fn play(threads: usize, ops: Vec<Op>) {
     }
 }
 
+/// Case 10.
 #[test]
 fn whatever_happens_to_events_the_index_ends_equal_to_the_workers_own_sets() {
     for threads in [1, 4] {
@@ -166,6 +168,7 @@ async fn requests_do_not_wait_for_a_large_dump() {
     cluster.until("the dump is in", || u64::from(cluster.indexed(&large).device) == BLOCKS).await;
 }
 
+/// Case 10: the numbers in a dump are none; the worker's own last number counts.
 #[tokio::test]
 async fn after_a_dump_live_events_go_on_without_another_one() {
     let cluster = Cluster::with(|_| {}).await;
@@ -222,6 +225,7 @@ async fn events_that_never_come_are_missed() {
     assert_eq!(cluster.backend().warnings(), []);
 }
 
+/// Case 8: what an offload connector tells of host memory and disk counts with their weights.
 #[tokio::test]
 async fn media_that_are_known_count_and_others_are_counted() {
     let cluster = Cluster::with(|_| {}).await;
@@ -236,6 +240,16 @@ async fn media_that_are_known_count_and_others_are_counted() {
     worker.store(&prompt(2, 4));
     cluster.until("host memory counts", || cluster.indexed(&worker).host == 4).await;
     assert_eq!(cluster.indexed(&worker).total(), 4);
+    worker.store_in(StorageTier::Disk);
+    worker.store(&prompt(3, 8));
+    cluster.until("the disk counts", || cluster.indexed(&worker).disk == 8).await;
+    for (seed, host, disk) in [(2, 4.0 * 0.75, 0.0), (3, 0.0, 8.0 * 0.25), (1, 0.0, 0.0)] {
+        let request = Generate { model: MODEL.into(), token_ids: prompt(seed, 10), ..Generate::default() };
+        let explained = cluster.backend().explain(&request, &RouteOptions::default()).expect("a model").answer;
+        let terms = explained.outcome.expect("chosen").terms;
+        assert_eq!((terms.credits.host, terms.credits.disk, terms.credits.device), (host, disk, 0.0));
+        assert_eq!(terms.adjusted_prefill_blocks, 10.0 - host - disk);
+    }
     assert_eq!(cluster.metric("armature_router_kv_event_gaps_total"), 0.0, "a number is a number");
 }
 

@@ -44,7 +44,7 @@ pub struct Life {
     pub tokenizer: u32,
     /// What its card says of its block hashes, in place of the truth.
     pub probe: Option<Vec<u64>>,
-    /// What else its card says,
+    /// What else its card says, and of which adapter; the blocks it stores are that one's,
     pub card: serde_json::Value,
     /// and the part of it that is ours.
     pub own: serde_json::Value,
@@ -109,6 +109,8 @@ pub enum Fate {
 
 struct State {
     indexer: LocalIndexer,
+    /// Whose blocks it stores.
+    space: HashSpace,
     /// Prefixes held, by the sequence hash of their last block.
     prefixes: HashMap<u64, Vec<u32>>,
     behaviour: Behaviour,
@@ -152,6 +154,7 @@ impl Worker {
         let events = socket.bind("tcp://127.0.0.1:0").await.expect("a free port").to_string();
         let state = Arc::new(Mutex::new(State {
             indexer: LocalIndexer::new(0, RingLimits { events: 64, blocks: 1024 }),
+            space: HashSpace::new(life.card["lora"]["name"].as_str(), None),
             prefixes: HashMap::new(),
             behaviour: Behaviour::Answer,
             fates: VecDeque::new(),
@@ -291,7 +294,7 @@ impl Worker {
     /// Drops the last block of `tokens`, and says so.
     pub fn evict(&self, tokens: &[u32]) {
         let mut state = self.state.lock();
-        let engine = hashes(tokens).last().expect("a full block").engine;
+        let engine = hashes(state.space, tokens).last().expect("a full block").engine;
         state.prefixes.remove(&engine.0);
         let events = state.indexer.apply(Tier::Device, KvEventData::Removed { blocks: vec![engine] });
         self.publish.send(events).expect("the publisher runs");
@@ -332,15 +335,15 @@ fn write(path: &Path, value: &serde_json::Value) {
     std::fs::rename(temporary, path).expect("the same directory");
 }
 
-fn hashes(tokens: &[u32]) -> Vec<StoredBlock> {
+fn hashes(space: HashSpace, tokens: &[u32]) -> Vec<StoredBlock> {
     let size = BlockSize::new(BLOCK).expect("not zero");
-    let locals: Vec<BlockHash> = HashSpace::default().blocks(tokens, size);
+    let locals: Vec<BlockHash> = space.blocks(tokens, size);
     let sequence = sequence_hashes(&locals);
     locals.iter().zip(sequence).map(|(local, hash)| StoredBlock { engine: EngineHash(hash.0), local: *local }).collect()
 }
 
 fn store(state: &mut State, publish: &mpsc::UnboundedSender<Vec<Arc<KvEvent>>>, tokens: &[u32]) {
-    let blocks = hashes(tokens);
+    let blocks = hashes(state.space, tokens);
     let held = blocks.iter().take_while(|block| state.prefixes.contains_key(&block.engine.0)).count();
     if held == blocks.len() {
         return;

@@ -280,7 +280,27 @@ async fn a_request_can_name_its_worker_and_its_id() {
     let body = json!({"model": "m", "messages": [{"role": "user", "content": "Hi"}]}).to_string();
     let answer = server.send("POST", "/v1/chat/completions", &headers, body.into()).await;
     assert_eq!((answer.status.as_u16(), answer.header("x-request-id")), (200, "trace-1"));
-    assert_eq!(server.backend.requests.lock()[0].1.pinned_worker, Some(77));
+    let options = server.backend.requests.lock()[0].1.clone();
+    assert_eq!((options.pinned_worker, options.pinned_by), (Some(77), Some("x-armature-worker")));
+}
+
+#[tokio::test]
+async fn decisions_are_asked_for_by_any_id_that_the_client_sees() {
+    let server = Server::start().await;
+    let body = json!({"model": "m", "n": 2, "messages": [{"role": "user", "content": "Hi"}]}).to_string();
+    let given = [("x-request-id", "trace 1/a")];
+    for headers in [&given[..], &[]] {
+        let answer = server.send("POST", "/v1/chat/completions", headers, body.clone().into()).await;
+        let ids = [answer.json()["id"].as_str().expect("an id").to_owned(), answer.header("x-request-id").to_owned()];
+        assert!(!ids[1].is_empty());
+        let requests = std::mem::take(&mut *server.backend.requests.lock());
+        assert_eq!(requests.len(), 2, "one for each choice");
+        for (_, options) in requests {
+            assert!(ids.iter().all(|id| options.known_as.contains(&id.as_str().into())), "{ids:?}");
+        }
+    }
+    assert_eq!(server.get("/debug/decisions/trace%201%2Fa").await.error().0, 404);
+    assert_eq!(*server.backend.asked.lock(), ["trace 1/a"]);
 }
 
 #[tokio::test]

@@ -188,12 +188,30 @@ async fn paths_and_methods_are_checked() {
     assert_eq!(unknown, (404, "invalid_request_error".into(), Some("model".into()), Some("model_not_found".into())));
 }
 
+fn unknown_worker(named_by: &'static str) -> DispatchError {
+    DispatchError::UnknownWorker { worker: 9, named_by: Some(named_by) }
+}
+
+#[tokio::test]
+async fn what_named_a_worker_that_is_not_there_is_the_param() {
+    let server = Server::start().await;
+    for (error, param) in [
+        (unknown_worker("nvext.backend_instance_id"), "nvext.backend_instance_id"),
+        (unknown_worker("x-dynamo-worker-instance-id"), "x-dynamo-worker-instance-id"),
+        (DispatchError::NeedsWorker, "x-armature-worker"),
+    ] {
+        server.backend.refuse(error);
+        assert_eq!(server.chat(json!({})).await.error().2.as_deref(), Some(param));
+    }
+}
+
 #[tokio::test]
 async fn a_cluster_error_is_a_status_type_and_code() {
     let server = Server::start().await;
     for (error, status, kind, code) in [
         (DispatchError::NoWorker { model: "m".into() }, 503, "server_error", Some("no_worker")),
-        (DispatchError::UnknownWorker(9), 400, "invalid_request_error", Some("unknown_worker")),
+        (unknown_worker("x-armature-worker"), 400, "invalid_request_error", Some("unknown_worker")),
+        (DispatchError::NeedsWorker, 400, "invalid_request_error", Some("worker_required")),
         (DispatchError::Busy { model: "m".into() }, 503, "server_error", Some("workers_busy")),
         (DispatchError::Overloaded("queue".into()), 429, "rate_limit_error", Some("overloaded")),
         (DispatchError::Invalid("no".into()), 400, "invalid_request_error", None),

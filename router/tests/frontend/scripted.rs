@@ -7,6 +7,7 @@ use parking_lot::Mutex;
 use protocol::request_plane::{FinishReason, Finished, Generate, Output, TokenLogprobs};
 use router::backend::{Backend, DispatchError, RouteOptions, Routed, ServedModel, StreamItem};
 use router::model::Model;
+use routing::Record;
 use tokio::sync::{Notify, mpsc, oneshot};
 
 use crate::harness::{DEADLINE, card};
@@ -71,6 +72,8 @@ pub struct Scripted {
     gate: Mutex<Option<std::sync::mpsc::Receiver<()>>>,
     scripts: Mutex<VecDeque<Script>>,
     pub requests: Mutex<Vec<(Generate, RouteOptions)>>,
+    /// Requests whose decisions somebody asked for.
+    pub asked: Mutex<Vec<String>>,
     pub dropped: Arc<Notify>,
     pub started: Notify,
 }
@@ -86,6 +89,7 @@ impl Scripted {
             gate: Mutex::default(),
             scripts: Mutex::default(),
             requests: Mutex::default(),
+            asked: Mutex::default(),
             dropped: Arc::default(),
             started: Notify::new(),
         }
@@ -165,6 +169,11 @@ impl Backend for Scripted {
 
     fn synced(&self) -> bool {
         true
+    }
+
+    fn decisions(&self, request: &str) -> Vec<Record> {
+        self.asked.lock().push(request.to_owned());
+        Vec::new()
     }
 
     async fn generate(&self, request: Generate, options: RouteOptions) -> Result<Routed, DispatchError> {

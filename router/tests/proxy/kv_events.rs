@@ -171,5 +171,83 @@ async fn events_that_are_of_no_use_are_counted_and_the_rest_goes_on() {
         let series = format!("armature_router_kv_events_refused_total{{reason=\"{reason}\"}}");
         assert_eq!(pair.router.metric(&series).await, 1.0, "{reason}");
     }
+    assert_eq!(pair.router.metric("armature_router_workers_event_mismatch").await, 0.0, "the last ones were of use");
+}
+
+/// What is wrong with the events of which server.
+async fn warnings(router: &Router) -> Value {
+    router.get("/health").await.json()["warnings"].clone()
+}
+
+fn trouble(reason: &str) -> String {
+    format!("armature_router_workers_event_trouble{{reason=\"{reason}\"}}")
+}
+
+#[tokio::test]
+async fn a_server_whose_blocks_are_of_another_size_is_told_until_they_are_not() {
+    let mut pair = Pair::start(true).await;
+    let mut other_size = stored(TEXT, 1, None);
+    other_size["block_size"] = 64.into();
+    pair.engine.publish(json!([other_size])).await;
+    let series = trouble("block size differs");
+    pair.router.until("it is counted", |metrics| value(metrics, &series) == 1.0).await;
     assert_eq!(pair.router.metric("armature_router_workers_event_mismatch").await, 1.0);
+    let expected = json!([{"worker": pair.first.name(), "kv_events": "block size differs"}]);
+    assert_eq!(warnings(&pair.router).await, expected);
+    // An engine that is started again with another setting.
+    pair.engine.restart();
+    pair.engine.publish(json!([stored(TEXT, 1, None)])).await;
+    pair.until_reused(TEXT, 4).await;
+    pair.router.until("it is well", |metrics| value(metrics, &series) == 0.0).await;
+    assert_eq!(warnings(&pair.router).await, json!([]));
+}
+
+/// Case 7, without an agent: a wrong port is no silent zero hit rate.
+#[tokio::test]
+async fn events_that_never_come_are_missed_until_they_do() {
+    let listener = std::net::TcpListener::bind("0.0.0.0:0").expect("a free port");
+    let port = listener.local_addr().expect("bound").port();
+    drop(listener);
+    let (first, second) = (Server::start("first").await, Server::start("second").await);
+    let model = byte_model::directory();
+    let events = format!("--kv-events-endpoints={}=tcp://*:{port}", first.url());
+    let path = format!("--model-path={}", model.path().display());
+    let router = Router::start(&[&first, &second], &[&events, &path, "--router-index-check-secs=0.1"]).await;
+    let series = trouble("no events");
+    let mut asked = 0;
+    while router.metric(&series).await == 0.0 {
+        assert_eq!(router.chat_at(&router_id(&first), &says(&format!("{asked}. {TEXT}"))).await.status, 200);
+        asked += 1;
+        assert!(asked < 10_000, "nobody misses them");
+    }
+    assert!(asked >= 16, "a few requests say nothing");
+    assert_eq!(warnings(&router).await, json!([{"worker": first.name(), "kv_events": "no events"}]));
+    let mut engine = Engine::connect(&format!("tcp://127.0.0.1:{port}")).await;
+    let heard = async {
+        while router.metric(&series).await == 1.0 {
+            engine.publish(json!([stored(TEXT, 1, None)])).await;
+        }
+    };
+    tokio::time::timeout(crate::client::PATIENCE, heard).await.expect("they are heard in time");
+    assert_eq!(warnings(&router).await, json!([]));
+}
+
+#[tokio::test]
+async fn beside_events_a_prompt_counts_as_held_until_its_events_come() {
+    let (server, engine) = (Server::start("only").await, Engine::start().await);
+    let model = byte_model::directory();
+    let events = format!("--kv-events-endpoints={}={}", server.url(), engine.address);
+    let path = format!("--model-path={}", model.path().display());
+    let router = Router::start(&[&server], &[&events, &path, "--router-predicted-ttl-secs=100"]).await;
+    let reused = async || -> u32 {
+        router.chat(says(TEXT)).await.header("x-armature-reused-blocks").parse().expect("a number")
+    };
+    assert_eq!(reused().await, 0);
+    let noted = async {
+        let mut ticks = tokio::time::interval(std::time::Duration::from_millis(5));
+        while reused().await < 4 {
+            ticks.tick().await;
+        }
+    };
+    tokio::time::timeout(crate::client::PATIENCE, noted).await.expect("it is noted in time, though no event comes");
 }

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use crate::client::{Answer, PATIENCE};
+use crate::client::{Answer, Client, PATIENCE};
 use crate::harness::*;
 use crate::server::{Behaviour, Server, token};
 
@@ -108,6 +108,8 @@ async fn hints_in_a_body_count_as_those_in_headers_do() {
         assert_ne!(router.chat(exclude.clone()).await.header("x-armature-worker-id"), id);
     }
     assert_eq!(router.chat_at("12345", &pin).await.error().0, 400, "header and body name different workers");
+    let nobody = router.chat(json!({"nvext": {"backend_instance_id": 12345}})).await.error();
+    assert_eq!((nobody.0, nobody.1.as_deref()), (400, Some("nvext.backend_instance_id")));
     let bad = router.chat(json!({"nvext": {"router": {"temperature": -1}}})).await;
     assert_eq!(bad.error().1.as_deref(), Some("nvext.router.temperature"));
     let seen = a.seen().into_iter().chain(b.seen()).any(|seen| seen.body.windows(5).any(|part| part == b"nvext"));
@@ -129,5 +131,94 @@ async fn a_request_can_be_pinned() {
     assert!(seen(&a) == before.0 || seen(&b) == before.1, "all three went to one");
     let last = a.seen().pop().or(b.seen().pop()).expect("one of them");
     assert!(!last.headers.contains_key("x-armature-worker"));
-    assert_eq!(router.chat_at("12345", &json!({})).await.error().0, 400);
+    let nobody = router.chat_at("12345", &json!({})).await.error();
+    assert_eq!((nobody.0, nobody.1.as_deref()), (400, Some("x-armature-worker")));
+}
+
+#[tokio::test]
+async fn the_page_for_people_shows_the_servers() {
+    let (a, b) = (Server::start("a").await, Server::start("b").await);
+    let router = Router::start(&[&a, &b], &[]).await;
+    let page = router.get("/").await.body;
+    assert!(page.contains(&a.name()) && page.contains(&b.name()), "{page}");
+}
+
+#[tokio::test]
+async fn in_direct_mode_a_request_without_a_worker_is_told_how_to_name_one() {
+    let server = Server::start("a").await;
+    let router = Router::start(&[&server], &["--router-mode=direct"]).await;
+    let error = router.chat(json!({})).await.error();
+    assert_eq!((error.0, error.1.as_deref()), (400, Some("x-armature-worker")));
+    assert_eq!(router.chat_at(&protocol::metadata::instance_id(&server.url()).to_string(), &json!({})).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_decision_is_found_by_every_id_that_the_client_sees() {
+    let server = Server::start("chatcmpl-a").await;
+    let router = Router::start(&[&server], &[]).await;
+    let attempts = async |id: &str| {
+        let answer = router.get(&format!("/debug/decisions/{id}")).await;
+        if answer.status == 200 { answer.json()["attempts"].as_array().expect("a list").clone() } else { Vec::new() }
+    };
+    let answer = router.chat(json!({})).await;
+    let request = answer.header("x-request-id");
+    assert_eq!(answer.json()["id"], "chatcmpl-a");
+    for id in [request.as_str(), "chatcmpl-a"] {
+        let found = attempts(id).await;
+        assert_eq!((found.len(), &found[0]["request"]), (1, &json!(request)), "{id}");
+        assert_eq!(found[0]["outcome"]["worker"], server.name());
+    }
+    let event = "data: {\"id\":\"chatcmpl-s\",\"choices\":[{\"index\":0,\"delta\":{\"role\":\"assistant\"}}]}\n\n";
+    server.behave(Behaviour::Pieces(vec![event.into()]));
+    let mut stream = router.open(json!({"stream": true})).await;
+    assert_eq!(stream.piece().await.as_deref(), Some(event));
+    assert_eq!(attempts("chatcmpl-s").await, attempts(&stream.header("x-request-id")).await);
+    assert_eq!((attempts("chatcmpl-s").await.len(), attempts("chatcmpl-t").await.len()), (1, 0));
+    server.behave(Behaviour::Tokens(1));
+    let headers = [("x-request-id", "a b/c"), ("content-type", "application/json")];
+    let body = chat(json!({})).to_string();
+    router.client().await.send("POST", "/v1/chat/completions", &headers, body).await.whole().await;
+    assert_eq!(attempts("a%20b%2Fc").await.len(), 1);
+}
+
+#[tokio::test]
+async fn requests_wait_where_the_batch_of_every_server_is_full() {
+    let server = Server::start("a").await;
+    let flags = ["--router-queue-threshold=1", "--worker-max-batched-tokens=16"];
+    let router = Router::start(&[&server], &flags).await;
+    server.behave(Behaviour::Pieces(Vec::new()));
+    let send = |mut client: Client, topic: &str| {
+        let mut fields = conversation(topic, 1);
+        fields["stream"] = true.into();
+        tokio::spawn(async move { client.post("/v1/chat/completions", &chat(fields)).await.piece().await })
+    };
+    let first = send(router.client().await, "whales");
+    until("it is there", || server.seen().len() == 1).await;
+    server.behave(Behaviour::Pieces(vec![token(7)]));
+    let second = send(router.client().await, "trains");
+    router.until("it waits", |metrics| value(metrics, "armature_router_queue_requests") == 1.0).await;
+    assert_eq!(server.seen().len(), 1);
+    server.say(&token(0));
+    assert_eq!(first.await.expect("no panic"), Some(token(0)));
+    let answered = tokio::time::timeout(PATIENCE, second).await.expect("its turn comes").expect("no panic");
+    assert_eq!(answered, Some(token(7)));
+}
+
+#[tokio::test]
+async fn a_server_is_guessed_to_hold_no_more_than_it_has_room_for() {
+    let mut server = Server::start("a").await;
+    let router = Router::start(&[&server], &["--router-approximate-cache-policy=lru", "--worker-kv-blocks=6"]).await;
+    let worker = protocol::metadata::instance_id(&server.url()).to_string();
+    for _ in 0..2 {
+        for topic in ["whales", "trains"] {
+            until_noted(&router, &worker, &conversation(topic, 1), 4).await;
+        }
+        let left = reused(&router.chat_at(&worker, &conversation("whales", 1)).await);
+        assert!(left < 4, "{left} blocks, though the others take 4 of 6");
+        // What it has room for is known of the next one, too.
+        server.kill().await;
+        router.until_routable(0).await;
+        server.revive().await;
+        router.until_routable(1).await;
+    }
 }

@@ -132,6 +132,18 @@ async fn an_engine_that_stops_ends_the_agent() {
     assert!(!file.exists());
 }
 
+/// Case 9: all ranks publish through their agent's one port, and whoever finds it taken is told so before anything is served.
+#[tokio::test]
+async fn a_port_of_events_that_is_in_use_is_named_with_its_flag() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let mut config = config(dir.path(), &[]);
+    let first = Listeners::bind(&config.settings().expect("valid")).await.expect("free ports");
+    config.event_port = first.events.local_addr().expect("bound").port();
+    let error = Listeners::bind(&config.settings().expect("valid")).await.expect_err("the port is taken");
+    let port = config.event_port;
+    assert_eq!(error.to_string(), format!("port {port} on 127.0.0.1 is in use; choose another with --event-port"));
+}
+
 #[tokio::test]
 async fn wrong_settings_and_ports_in_use_are_one_line() {
     let dir = tempfile::tempdir().expect("a temporary directory");

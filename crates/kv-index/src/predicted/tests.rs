@@ -69,6 +69,40 @@ fn its_memory_counts_what_is_beside_the_tree() {
     assert!(empty < 1 << 20, "{empty}");
 }
 
+/// Predicts prompts of `blocks` blocks of which none is like another, for three ranks in turn, and looks at the memory after each.
+fn predict_within(bytes: usize, prompts: u64, blocks: u64) {
+    let (mut predictor, reader) = new(Policy::Ttl(s(1_000_000)), Limits { bytes, ..Limits::default() });
+    let path = |n: u64| -> Vec<u64> { (n * blocks..(n + 1) * blocks).collect() };
+    for n in 0..prompts {
+        predictor.predict(rank(n % 3, 0), &locals(&path(n)), s(n));
+        assert!(predictor.bytes() <= bytes, "{} bytes after {n} prompts of {blocks}", predictor.bytes());
+        let weight: usize = predictor.lanes.values().map(|lane| lane.weight).sum();
+        assert_eq!(weight, predictor.weight);
+        assert!(predictor.lanes.values().all(|lane| lane.bytes() <= lane.weight));
+    }
+    let depth = |n: u64| u64::from(depth(&reader, n % 3, &path(n)));
+    assert_eq!((depth(0), depth(prompts - 1)), (0, blocks), "the oldest makes room for the newest");
+    let (known, all) = (predictor.stats().owned_blocks as u64, prompts * blocks);
+    assert!(known > 10 * blocks && known < all / 2, "{known} of {all} blocks");
+}
+
+#[test]
+fn memory_is_bounded_and_the_oldest_prediction_of_all_ranks_goes_first() {
+    predict_within(2 << 20, 30_000, 1);
+    predict_within(2 << 20, 6000, 20);
+    predict_within(8 << 20, 1000, 500);
+}
+
+#[test]
+fn a_prompt_that_memory_has_no_room_for_is_not_predicted() {
+    let (mut predictor, reader) = new(Policy::Lru, Limits { bytes: 1 << 20, ..Limits::default() });
+    let path: Vec<u64> = (0..100_000).collect();
+    predictor.predict(rank(1, 0), &locals(&path), s(0));
+    assert_eq!((predictor.weight, reader.is_empty()), (0, true));
+    predictor.predict(rank(1, 0), &locals(&path[..100]), s(1));
+    assert_eq!(depth(&reader, 1, &path), 100);
+}
+
 #[test]
 fn predicting_the_same_for_ever_takes_no_more_memory() {
     let (mut predictor, _) = new(Policy::Lru, Limits::default());

@@ -60,6 +60,25 @@ fn a_sequence_is_shortened_from_its_end() {
     assert_eq!((walked(&runs, &[1, 2, 5]), runs.blocks()), (vec![(2, 2)], 4));
 }
 
+#[test]
+fn the_room_of_runs_that_ended_is_given_back() {
+    let mut runs = Runs::default();
+    for n in 0..1000 {
+        insert(&mut runs, &[n, n + 1, n + 2]);
+    }
+    let last = insert(&mut runs, &[7, 8, 10]).expect("has blocks");
+    (0..1000).filter(|n| *n != 7).for_each(|n| release(&mut runs, &[n, n + 1, n + 2]));
+    assert!(runs.bytes() > runs.weight(), "{} for {} blocks", runs.bytes(), runs.blocks());
+    let before = runs.get(last).1.to_vec();
+    let name = runs.compact();
+    assert!(runs.bytes() <= runs.weight(), "{} for {} blocks", runs.bytes(), runs.blocks());
+    assert_eq!(runs.runs.len(), 3, "the shared run, and two ends");
+    let last = name(last).expect("it lives");
+    assert_eq!(runs.get(last), (&1, &before[..]));
+    assert_eq!((walked(&runs, &[7, 8, 9]), walked(&runs, &[7, 8, 10])), (vec![(2, 2), (1, 3)], vec![(2, 2), (1, 3)]));
+    assert_eq!(insert(&mut runs, &[7, 8, 10]), Some(last));
+}
+
 proptest! {
     #[test]
     fn any_sequences_equal_the_list(steps in proptest::collection::vec((paths(), any::<bool>()), 1..40), query in paths()) {
@@ -72,6 +91,9 @@ proptest! {
             } else {
                 insert(&mut runs, &path);
                 list.push(path);
+            }
+            if list.len().is_multiple_of(5) {
+                let _ = runs.compact();
             }
             let distinct: BTreeSet<_> = list.iter().flat_map(|path| blocks(path)).collect();
             prop_assert_eq!(runs.blocks(), distinct.len());

@@ -15,7 +15,7 @@ fn rank(worker: u64) -> WorkerRank {
 }
 
 /// Decides for `workers` workers, the first of which holds `overlap` blocks, and records it.
-fn decide(log: &mut DecisionLog, id: &str, workers: u64, overlap: u32) -> Explanation {
+fn decide(log: &mut DecisionLog, names: impl Into<RequestNames>, workers: u64, overlap: u32) -> Explanation {
     let set: WorkerSet = (1..=workers).map(|id| Worker::new(rank(id), format!("w{id}"), "m")).collect();
     let prompt = Prompt { blocks: [].into(), tokens: 160, block_size: BlockSize::new(16).expect("not zero") };
     let overlaps: Overlaps = [(rank(1), TierBlocks { device: overlap, ..TierBlocks::default() })].into_iter().collect();
@@ -24,7 +24,7 @@ fn decide(log: &mut DecisionLog, id: &str, workers: u64, overlap: u32) -> Explan
     let request = Request::new("m", &prompt);
     let explanation = selector.explain(&set, &request, &overlaps, &load, &mut StdRng::seed_from_u64(3));
     let outcome = selector.decide(&set, &request, &overlaps, &load, &mut StdRng::seed_from_u64(3));
-    log.push(id.into(), Duration::from_secs(1), &selector, &request, outcome);
+    log.push(names.into(), Duration::from_secs(1), &selector, &request, outcome);
     explanation
 }
 
@@ -39,6 +39,28 @@ fn a_record_is_what_an_explanation_would_have_said() {
     let record = &log.get("b")[0];
     assert_eq!((&*record.model, record.omitted, record.explanation.candidates.len()), ("m", 0, 2));
     assert!(log.get("c").is_empty());
+}
+
+#[test]
+fn a_request_is_found_by_every_name_it_has() {
+    let mut log = DecisionLog::new(10, 100);
+    let known_as: Arc<[Box<str>]> = ["answer".into(), "client".into()].into();
+    for id in ["answer-0", "answer-1"] {
+        decide(&mut log, RequestNames::new(id, known_as.clone()), 2, 0);
+    }
+    let ids = |log: &DecisionLog, name: &str| -> Vec<String> {
+        log.get(name).iter().map(|record| record.request.to_string()).collect()
+    };
+    for name in ["answer", "client"] {
+        assert_eq!(ids(&log, name), ["answer-0", "answer-1"], "all of its choices");
+    }
+    assert_eq!(ids(&log, "answer-1"), ["answer-1"]);
+    let late = RequestNames::from("r");
+    decide(&mut log, late.clone(), 2, 0);
+    assert!(ids(&log, "chatcmpl-7").is_empty());
+    late.answered_as("chatcmpl-7");
+    late.answered_as("chatcmpl-8");
+    assert_eq!((ids(&log, "chatcmpl-7"), ids(&log, "chatcmpl-8").len()), (vec!["r".to_owned()], 0));
 }
 
 #[test]

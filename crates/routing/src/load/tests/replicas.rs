@@ -79,6 +79,7 @@ fn the_end_of_prefill_may_come_first() {
     assert_eq!(seen(&load, rank(1)), (3, 0, 1));
 }
 
+/// Case 11: a stream of ten minutes is counted until its end.
 #[test]
 fn expiry_counts_from_the_last_progress() {
     let limit = Duration::from_secs(300);

@@ -19,10 +19,11 @@ use crate::config::Selection;
 
 type Fields = BTreeMap<&'static str, String>;
 
-/// Keeps the fields of every span of at most a level.
+/// Keeps the fields of every span of at most a level, and for each event the span that it was in.
 struct Capture {
     level: Level,
     spans: Arc<Mutex<Vec<Fields>>>,
+    entered: Mutex<Vec<usize>>,
 }
 
 struct Into<'a>(&'a mut Fields);
@@ -35,7 +36,7 @@ impl Visit for Into<'_> {
 
 impl Subscriber for Capture {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.is_span() && *metadata.level() <= self.level
+        *metadata.level() <= self.level
     }
 
     fn new_span(&self, attributes: &Attributes<'_>) -> Id {
@@ -51,15 +52,29 @@ impl Subscriber for Capture {
     }
 
     fn record_follows_from(&self, _: &Id, _: &Id) {}
-    fn event(&self, _: &Event<'_>) {}
-    fn enter(&self, _: &Id) {}
-    fn exit(&self, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut fields = Fields::new();
+        event.record(&mut Into(&mut fields));
+        if let Some(&span) = self.entered.lock().last() {
+            self.spans.lock()[span].insert("said", fields.remove("message").unwrap_or_default());
+        }
+    }
+
+    fn enter(&self, span: &Id) {
+        self.entered.lock().push(span.into_u64() as usize - 1);
+    }
+
+    fn exit(&self, _: &Id) {
+        self.entered.lock().pop();
+    }
 }
 
 /// The spans of what `with` does, for somebody who listens at a level.
 fn seen(level: Level, with: impl FnOnce()) -> Vec<Fields> {
     let spans = Arc::<Mutex<Vec<Fields>>>::default();
-    tracing::subscriber::with_default(Capture { level, spans: spans.clone() }, with);
+    let capture = Capture { level, spans: spans.clone(), entered: Mutex::default() };
+    tracing::subscriber::with_default(capture, with);
     let seen = spans.lock();
     seen.iter().filter(|fields| fields["name"] == "route").cloned().collect()
 }
@@ -73,7 +88,7 @@ fn decide(placement: &Arc<Placement>, pinned: Option<u64>) -> Result<WorkerRank,
     let prompt = Prompt { blocks: [].into(), tokens: 40, block_size: BlockSize::new(4).expect("not zero") };
     let request = Request { pinned: pinned.map(|id| Target::worker(WorkerId(id))), ..Request::new("m", &prompt) };
     let set: WorkerSet = (1..4).map(|id| Worker::new(rank(id), "w", "m")).collect();
-    let held = TierBlocks { device: 4, host: 2, disk: 1, shared: 0 };
+    let held = TierBlocks { device: 4, host: 2, disk: 1, shared: 1 };
     let pool = PooledRun { rank: rank(3), start: 0, len: 9 };
     let overlaps = Overlaps::new([(rank(1), held), (rank(2), held)], vec![pool]);
     let id = "r".into();
@@ -113,7 +128,16 @@ fn the_terms_of_a_decision_are_attributes_of_its_span() {
         ("overlap_device", "4"),
         ("overlap_host", "2"),
         ("overlap_disk", "1"),
+        ("overlap_shared", "1"),
         ("shared_beyond", "2"),
+        ("credit_device", "4.0"),
+        ("credit_host", "1.5"),
+        ("credit_disk", "0.25"),
+        ("credit_shared", "1.0"),
+        ("active_blocks", "0"),
+        ("prefill_tokens", "0"),
+        ("requests", "0"),
+        ("said", "routed"),
     ];
     for (name, value) in expected {
         assert_eq!(span.get(name).map(String::as_str), Some(value), "{name}");
@@ -125,6 +149,7 @@ fn a_refusal_is_told_too() {
     let placement = placement();
     let spans = seen(Level::DEBUG, || assert!(decide(&placement, Some(9)).is_err()));
     assert_eq!((spans.len(), &*spans[0]["outcome"]), (1, "worker 9 does not serve the model"));
+    assert_eq!((&*spans[0]["excluded"], &*spans[0]["said"]), ("\"3 not pinned\"", "not routed"));
     assert!(!spans[0].contains_key("worker"));
 }
 
