@@ -133,7 +133,7 @@ impl Dispatcher {
         let ask = Ask::new(&request, &options, admitted.block_size, &self.cost)?;
         let plan = attempts.plan(&ask, &view, self.conditional_disagg.as_ref())?;
         drop(view);
-        let mut job = Job { ask, request, tokenizer, losses: Losses::new(self.migration_limit) };
+        let mut job = Job { ask, request, tokenizer, losses: Losses::new(self.migration_limit), due: None };
         let leg = match plan {
             Plan::Split(partners) => attempts.run_halves(&mut job, partners).await?,
             Plan::Whole(reason) => {

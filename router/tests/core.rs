@@ -22,6 +22,8 @@ mod recovery;
 mod replicas;
 #[path = "core/requests.rs"]
 mod requests;
+#[path = "core/second_half.rs"]
+mod second_half;
 #[path = "core/selection.rs"]
 mod selection;
 #[path = "core/truth.rs"]

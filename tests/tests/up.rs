@@ -15,6 +15,8 @@ use serde_json::Value;
 
 #[path = "up/disaggregated.rs"]
 mod disaggregated;
+#[path = "up/killed.rs"]
+mod killed;
 #[path = "up/late_prefill.rs"]
 mod late_prefill;
 #[path = "up/survival.rs"]

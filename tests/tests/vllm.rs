@@ -212,14 +212,41 @@ async fn a_vllm_that_hangs_is_left_until_it_computes(system: &System, servers: &
     assert_eq!(system.agent_metric(at, "armature_worker_engine_hangs_total").await, 1.0);
 }
 
-/// kill -9: the stream goes on at the other server, and the router knows nothing more of the dead one.
+/// Gives a server a prompt whose blocks the other one does not have; returns how many those are.
+async fn only_at(system: &System, server: usize) -> u64 {
+    let text = format!("Ship {server} has passed the lighthouse, and the keeper has written it down. ").repeat(40);
+    let mut body = request(MODEL, &[message("user", &text)], 1);
+    let explained = system.explain(&body).await;
+    let row = explained["workers"].as_array().into_iter().flatten().find(|row| row["worker"] == system.name(server));
+    let blocks = explained["prompt_tokens"].as_u64().expect("a number") / BLOCK;
+    body["nvext"] = json!({"backend_instance_id": row.expect("its row")["worker_id"]});
+    system.ask(&body).await;
+    body.as_object_mut().expect("an object").remove("nvext");
+    until("the blocks of the prompt in the index", SOON, || async {
+        let best = system.best_overlap(&body).await;
+        if best == blocks { Ok(()) } else { Err(format!("{best} of {blocks}")) }
+    })
+    .await;
+    blocks
+}
+
+/// kill -9: the stream goes on at the other server, and the router knows nothing more of the dead one, nor of its blocks.
 async fn a_killed_vllm_is_left(system: &System, servers: [Vllm; 2]) {
+    let own = [only_at(system, 0).await, only_at(system, 1).await];
     let body = endless("Tell a story of a mill, and of the miller.");
     let (dead, worker, events, rest) = begun(system, &body).await;
     let [first, second] = servers;
     let (killed, left) = if dead == 0 { (first, second) } else { (second, first) };
+    let indexed = system.metric("armature_router_index_blocks").await;
     drop(killed);
     workers(system, 1.0, SOON).await;
+    // The stream that goes on adds some at the other one.
+    let most = indexed - own[dead] as f64 + f64::from(LONG.div_ceil(BLOCK as u32) + 2);
+    until("an index without the dead server's blocks", SOON, || async {
+        let left = system.metric("armature_router_index_blocks").await;
+        if left <= most { Ok(()) } else { Err(format!("{left} of {indexed}, {own:?}")) }
+    })
+    .await;
     ends(worker, events, rest).await;
     let explained = system.explain(&body).await;
     let rows = explained["workers"].as_array().expect("rows");

@@ -22,7 +22,6 @@ use crate::admin::{self, Admin};
 use crate::config::{Config, ConfigError, Settings};
 use crate::drain::Drain;
 use crate::engine::Engine;
-use crate::engine::builtin::exchange::Exchange;
 use crate::metrics::Metrics;
 use crate::publisher::{self, Publisher, PublisherError};
 use crate::registration::{self, Description, Entry, Identity, RegistrationError};
@@ -162,8 +161,7 @@ struct Agent {
     name: String,
     parts: JoinSet<Part>,
     drain: Arc<Drain>,
-    /// Blocks that other workers may still have to fetch.
-    exchange: Option<Arc<Exchange>>,
+    engine: Arc<dyn Engine>,
     metadata: watch::Sender<WorkerMetadata>,
     draining_metadata: WorkerMetadata,
     deregister: CancellationToken,
@@ -181,7 +179,6 @@ impl Agent {
         let identity = Identity::new(settings);
         let ports = (listeners.request.local_addr()?.port(), publisher.port());
         let admin_address = listeners.admin.local_addr()?;
-        let exchange = engine.exchange();
         let (kv_layout, tier_blocks) = (engine.kv_layout(), engine.tier_blocks());
         let devices = accelerators::inventory();
         let describe = |draining| {
@@ -218,7 +215,7 @@ impl Agent {
             event_port = ports.1,
             "worker starts"
         );
-        let service = Arc::new(Service::new(identity, engine, indexer, model.files, metrics, drain.clone()));
+        let service = Arc::new(Service::new(identity, engine.clone(), indexer, model.files, metrics, drain.clone()));
         let mut parts = JoinSet::new();
         spawn(&mut parts, "event publisher", async { Ok(publisher.run(source).await?) });
         spawn(&mut parts, "request plane", async {
@@ -248,7 +245,7 @@ impl Agent {
             };
             Ok(registration::hold(entry, metadata_receiver, registered, stop).await?)
         });
-        Ok(Self { name: settings.name.clone(), parts, drain, exchange, metadata, draining_metadata, deregister })
+        Ok(Self { name: settings.name.clone(), parts, drain, engine, metadata, draining_metadata, deregister })
     }
 
     /// Drains, deregisters and ends all parts, in this order.
@@ -266,10 +263,8 @@ impl Agent {
             ));
         }
         // Prompts computed here whose answers go on elsewhere.
-        if let Some(exchange) = &self.exchange
-            && timeout_at(until, exchange.unleased()).await.is_err()
-        {
-            let (leases, _) = exchange.leased();
+        if timeout_at(until, self.engine.unleased()).await.is_err() {
+            let leases = self.engine.leases();
             tracing::warn!(leases, limit_s = drain_max.as_secs(), "KV blocks were not fetched before the end");
         }
         self.deregister.cancel();

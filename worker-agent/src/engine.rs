@@ -7,6 +7,7 @@ pub mod remote;
 use std::sync::Arc;
 
 use builtin::exchange::Exchange;
+use futures::future::BoxFuture;
 use tokio::sync::mpsc;
 
 use kv_hashing::BlockSize;
@@ -165,6 +166,19 @@ pub trait Engine: Send + Sync + 'static {
     fn end_lease(&self, lease: u64) {
         if let Some(exchange) = self.exchange() {
             exchange.end_lease(lease);
+        }
+    }
+
+    /// Prompts computed here whose KV others have still to fetch.
+    fn leases(&self) -> usize {
+        self.exchange().map_or(0, |exchange| exchange.leased().0)
+    }
+
+    /// Waits until there are none of these any more: all are fetched, given up or expired.
+    fn unleased(&self) -> BoxFuture<'static, ()> {
+        match self.exchange() {
+            Some(exchange) => Box::pin(async move { exchange.unleased().await }),
+            None => Box::pin(std::future::ready(())),
         }
     }
 

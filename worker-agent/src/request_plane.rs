@@ -110,6 +110,6 @@ fn refuse(socket: &TcpStream) {
 }
 
 fn failed(stream_id: u64, code: ErrorCode, message: impl Into<String>) -> ServerFrame {
-    let failed = Failed { code: code.into(), message: message.into() };
+    let failed = Failed { code: code.into(), message: message.into(), not_begun: false };
     ServerFrame { stream_id, body: Some(server_frame::Body::Failed(failed)) }
 }

@@ -7,7 +7,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures::future::BoxFuture;
 use kv_hashing::{BlockHash, SequenceHash};
@@ -16,6 +16,7 @@ use protocol::request_plane::Generate;
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::time::Instant;
 
 use crate::engine::builtin::exchange::{Exchange, Import, KvLayout, Lease, NoRoom, Place, Reservation, Terms};
 use crate::engine::{ArenaEvent, Engine, EngineInfo, EngineLoad, EngineOutput, SubmitError};
@@ -43,6 +44,7 @@ pub use serve::{Server, serve};
 pub use shm::Shm;
 pub use source::{Offer, Source};
 pub use tcp::Tcp;
+use wire::LONGEST_PULL;
 pub use wire::Refusal;
 
 /// Bytes that are moved in one go: they stay in a core's cache until they are hashed.
@@ -56,18 +58,24 @@ const TURN: Duration = Duration::from_secs(10);
 /// turn comes late still has a third of it.
 const WAIT: u32 = 3;
 
+/// The part of the time for a first token that fetching may take: the rest is for computing the prompt, should it fail.
+const FETCH: u32 = 2;
+/// Pauses after which a worker that was too busy is told again that its blocks are not wanted: within half of a lease's life.
+const RELEASE: [Duration; 3] = [Duration::from_secs(1), Duration::from_secs(3), Duration::from_secs(9)];
+
 /// A way for blocks to come here.
 pub trait KvTransport: Send + Sync + 'static {
     /// What [`Offer::backend`] calls it.
     fn backend(&self) -> &'static str;
 
-    /// Fetches the blocks that `into` is missing, in order, verifies each, and then ends the lease. What has come when it
-    /// fails, or is dropped, is complete in `into`.
+    /// Fetches the blocks that `into` is missing, in order, verifies each, and then ends the lease; not beyond `until`. What has
+    /// come when it fails, or is dropped, is complete in `into`.
     fn pull<'a>(
         &'a self,
         source: &'a Source,
         address: &'a str,
         into: &'a mut Reservation,
+        until: Instant,
     ) -> BoxFuture<'a, Result<(), TransferError>>;
 
     /// Ends the lease of blocks that will not be fetched.
@@ -223,10 +231,11 @@ impl Engine for Transfers {
             return self.engine.submit(request);
         }
         let request_id = request.request_id.clone();
+        let until = fetched_by(&request);
         let (place, receiver) = self.fetcher.exchange.place(request)?;
         let fetcher = self.fetcher.clone();
         match place {
-            Some(place) => tokio::spawn(fetcher.bring(place, params, request_id)),
+            Some(place) => tokio::spawn(fetcher.bring(place, params, request_id, until)),
             // Nothing is left to compute.
             None => tokio::spawn(async move {
                 if let Ok(source) = Source::parse(&params) {
@@ -273,7 +282,7 @@ struct Fetcher {
 impl Fetcher {
     /// Fetches what the request's prompt is missing, as far as that works, and lets the request begin. A request that nobody
     /// waits for any more is dropped with all it holds.
-    async fn bring(self: Arc<Self>, place: Place, params: String, request_id: String) {
+    async fn bring(self: Arc<Self>, place: Place, params: String, request_id: String, until: Instant) {
         let source = match Source::parse(&params) {
             Ok(source) => Arc::new(source),
             Err(error) => {
@@ -287,7 +296,7 @@ impl Fetcher {
             () = place.cancelled() => None,
             // It fails the request at once.
             () = place.stopped() => Some((Err(NoRoom::Stopped.into()), None)),
-            fetched = self.fetch(&source, place.reusable()) => Some(fetched),
+            fetched = self.fetch(&source, place.reusable(), until) => Some(fetched),
         };
         let outcome = match fetched {
             Some((outcome, import)) => {
@@ -317,8 +326,9 @@ impl Fetcher {
         &self,
         source: &Arc<Source>,
         wanted: &[(BlockHash, SequenceHash)],
+        until: Instant,
     ) -> (Result<Fetched, TransferError>, Option<Import>) {
-        let reservation = match self.reserve(source, wanted).await {
+        let reservation = match self.reserve(source, wanted, until).await {
             Ok(reservation) => reservation,
             Err(error) => return (Err(error), None),
         };
@@ -326,7 +336,7 @@ impl Fetcher {
         if reservation.missing().len() == 0 {
             return (Ok(Fetched::Nothing), Some(reservation.finish()));
         }
-        let (outcome, reservation) = self.pull(source, reservation).await;
+        let (outcome, reservation) = self.pull(source, reservation, until).await;
         (outcome.map(|()| Fetched::Missing), reservation.map(Reservation::finish))
     }
 
@@ -335,6 +345,7 @@ impl Fetcher {
         &self,
         source: &Source,
         wanted: &[(BlockHash, SequenceHash)],
+        until: Instant,
     ) -> Result<Reservation, TransferError> {
         self.first_way(source)?;
         if source.layout != self.exchange.layout() || source.revision != self.revision {
@@ -344,7 +355,7 @@ impl Fetcher {
         if offered == 0 && !wanted.is_empty() {
             return Err(TransferError::OtherPrompt);
         }
-        let patience = self.timeout.min(source.lifetime() / WAIT);
+        let patience = self.timeout.min(source.lifetime() / WAIT).min(left(until));
         Ok(self.exchange.reserve(wanted[..offered].to_vec(), patience).await?)
     }
 
@@ -353,8 +364,9 @@ impl Fetcher {
         &self,
         source: &Arc<Source>,
         mut reservation: Reservation,
+        until: Instant,
     ) -> (Result<(), TransferError>, Option<Reservation>) {
-        let limit = TURN.min(source.lifetime() / WAIT);
+        let limit = TURN.min(source.lifetime() / WAIT).min(left(until));
         let Ok(_turn) = tokio::time::timeout(limit, self.turns.acquire()).await else {
             return (Err(TransferError::Timeout { stage: Stage::Turn, limit }), Some(reservation));
         };
@@ -362,7 +374,7 @@ impl Fetcher {
         for (transport, address) in self.ways(source) {
             let (backend, source, address) = (transport.backend(), source.clone(), address.to_owned());
             let moved = self.lane.run(async move {
-                let outcome = transport.pull(&source, &address, &mut reservation).await;
+                let outcome = transport.pull(&source, &address, &mut reservation, until).await;
                 (outcome, reservation)
             });
             let Ok(moved) = moved.await else { return (Err(TransferError::Ended), None) };
@@ -380,11 +392,21 @@ impl Fetcher {
 
     /// Tells the other worker that its blocks will not be fetched.
     async fn release(&self, source: &Source, request_id: &str) {
-        for (transport, address) in self.ways(source) {
-            match transport.release(source, address).await {
-                Ok(()) => return,
-                Err(error) => tracing::debug!(request_id, %error, "the lease was not ended this way; it expires"),
+        for pause in RELEASE {
+            let mut busy = false;
+            for (transport, address) in self.ways(source) {
+                match transport.release(source, address).await {
+                    Ok(()) => return,
+                    Err(error) => {
+                        busy |= error.is_busy();
+                        tracing::debug!(request_id, %error, "the lease was not ended this way");
+                    }
+                }
             }
+            if !busy {
+                return;
+            }
+            tokio::time::sleep(pause).await;
         }
     }
 
@@ -403,6 +425,19 @@ impl Fetcher {
         self.metrics.failed(error.reason());
         tracing::warn!(request_id, received, %error, "KV transfer failed; the rest of the prompt is computed here");
     }
+}
+
+/// When the fetch of a request's blocks is to be over, however slow they come.
+fn fetched_by(request: &Generate) -> Instant {
+    let limit = match request.first_token_ms {
+        0 => LONGEST_PULL,
+        ms => Duration::from_millis(ms.into()) / FETCH,
+    };
+    Instant::now() + limit
+}
+
+fn left(until: Instant) -> Duration {
+    until.saturating_duration_since(Instant::now())
 }
 
 /// How a fetch went well.

@@ -138,6 +138,11 @@ impl Ask {
         self.excluded.push(Target::worker(worker));
     }
 
+    /// It may go to this worker again.
+    pub(super) fn forgive(&mut self, worker: WorkerId) {
+        self.excluded.retain(|target| *target != Target::worker(worker));
+    }
+
     /// Of the worker that failed it last, only this rank did: others of it may have room.
     pub(super) fn failed_at_rank(&mut self, rank: WorkerRank) {
         if let Some(last) = self.excluded.last_mut().filter(|last| last.worker == rank.worker) {

@@ -30,6 +30,8 @@ const ATTEMPTS: usize = 4;
 const LOST: &str = "lost";
 /// The worker has no room, or the rank of it that was chosen.
 const OVERLOADED: &str = "overloaded";
+/// The worker says that it failed the request.
+const FAILED: &str = "failed";
 
 /// Sends requests to workers.
 pub(super) struct Attempts {
@@ -50,6 +52,8 @@ pub(super) struct Job {
     pub(super) tokenizer: Arc<Model>,
     /// Workers that were lost with it.
     pub(super) losses: Losses,
+    /// When its next token is due, where the wait for it has begun already.
+    pub(super) due: Option<Instant>,
 }
 
 /// A request on a worker that has begun to answer.
@@ -59,6 +63,8 @@ pub(super) struct Leg {
     pub(super) first: Option<server_frame::Body>,
     pub(super) booking: Booking,
     pub(super) life: Arc<Life>,
+    /// When its first token is due, counted from the sending.
+    pub(super) due: Instant,
     /// What was expected of the worker's cache, until the first output says what it did.
     pub(super) expected: Option<Expected>,
     /// Prompt blocks that the index gave the worker.
@@ -68,7 +74,12 @@ pub(super) struct Leg {
 /// Why an attempt failed.
 enum Failure {
     /// Another worker may do. Without an error the worker is just not there for this request: if none is, none is ready.
-    Retry { reason: &'static str, error: Option<DispatchError> },
+    Retry {
+        reason: &'static str,
+        error: Option<DispatchError>,
+        /// The worker may have begun with it, and fetched what was kept for it.
+        begun: bool,
+    },
     /// No worker would do.
     Final(DispatchError),
 }
@@ -86,22 +97,18 @@ impl Attempts {
 
     /// Tries workers until one answers with more than a refusal. Those that failed it are not tried again, now or later.
     pub(super) async fn run(&self, job: &mut Job) -> Result<Leg, DispatchError> {
-        let Job { ask, request, tokenizer, losses } = job;
-        let mut frame = ClientFrame { stream_id: 0, body: Some(client_frame::Body::Generate(std::mem::take(request))) };
-        let leg = self.try_workers(ask, tokenizer, losses, &mut frame).await;
+        let request = std::mem::take(&mut job.request);
+        let mut frame = ClientFrame { stream_id: 0, body: Some(client_frame::Body::Generate(request)) };
+        let leg = self.try_workers(job, &mut frame).await;
         if let Some(client_frame::Body::Generate(sent)) = frame.body {
-            *request = sent;
+            job.request = sent;
         }
         leg
     }
 
-    async fn try_workers(
-        &self,
-        ask: &mut Ask,
-        tokenizer: &Arc<Model>,
-        losses: &mut Losses,
-        frame: &mut ClientFrame,
-    ) -> Result<Leg, DispatchError> {
+    /// The request is in `frame`, and nowhere else.
+    async fn try_workers(&self, job: &mut Job, frame: &mut ClientFrame) -> Result<Leg, DispatchError> {
+        let Job { ask, tokenizer, losses, due, .. } = job;
         let mut last_error = None;
         for _ in 0..ATTEMPTS {
             let Some(placed) = self.place(ask, tokenizer).await? else { break };
@@ -111,13 +118,15 @@ impl Attempts {
             let Some(life) = view.workers.get(&worker).cloned() else { continue };
             // The first token may take minutes.
             drop((view, held));
+            let first_token = Instant::now() + self.deadlines.first_token;
             if let Some(client_frame::Body::Generate(generate)) = &mut frame.body {
                 generate.dp_rank = decision.rank.dp_rank;
+                generate.first_token_ms = whole_ms(due.unwrap_or(first_token));
             }
-            match self.attempt(&life, frame).await {
-                Ok(answer) => return Ok(self.leg(life, &decision, booking, answer, ask)),
+            match self.attempt(&life, frame, first_token).await {
+                Ok(answer) => return Ok(self.leg(life, &decision, booking, answer, first_token, ask)),
                 Err(Failure::Final(error)) => return Err(error),
-                Err(Failure::Retry { reason, error }) => {
+                Err(Failure::Retry { reason, error, begun }) => {
                     self.cluster.metrics.retries.get_or_create(&ReasonLabels { reason }).inc();
                     tracing::debug!(reason, worker = %life.spec().name, "trying another worker");
                     last_error = error.or(last_error);
@@ -125,6 +134,13 @@ impl Attempts {
                         LOST if !losses.outlives_another() => break,
                         OVERLOADED => ask.failed_at_rank(decision.rank),
                         _ => {}
+                    }
+                    if begun && ask.fetches && !give_up_kept(ask, frame) {
+                        // Between a prefill worker that is lost and one that cannot fetch, nobody knows which it was.
+                        if reason == FAILED {
+                            ask.forgive(worker);
+                        }
+                        break;
                     }
                 }
             }
@@ -169,22 +185,24 @@ impl Attempts {
         &self,
         life: &Arc<Life>,
         frame: &mut ClientFrame,
+        due: Instant,
     ) -> Result<(Stream, server_frame::Body), Failure> {
         let spec = life.spec();
         let lost = |stage, message| DispatchError::Worker { worker: spec.name.clone(), stage, message };
         let mut stream = life.client.open(frame).await.map_err(|error| {
             tracing::debug!(worker = %spec.name, %error, "cannot open a stream");
-            Failure::Retry { reason: "unreachable", error: None }
+            Failure::Retry { reason: "unreachable", error: None, begun: false }
         })?;
-        let limit = self.deadlines.first_token;
-        match timeout_at(Instant::now() + limit, stream.next()).await {
+        match timeout_at(due, stream.next()).await {
             Ok(Some(server_frame::Body::Failed(failed))) => Err(self.refused(life, failed)),
             Ok(Some(first)) => Ok((stream, first)),
             Ok(None) => {
-                Err(Failure::Retry { reason: LOST, error: Some(lost(stage::FIRST_TOKEN, stream.lost_reason())) })
+                let error = Some(lost(stage::FIRST_TOKEN, stream.lost_reason()));
+                Err(Failure::Retry { reason: LOST, error, begun: true })
             }
             Err(_) => {
-                Err(Failure::Final(DispatchError::Deadline { stage: stage::FIRST_TOKEN, seconds: limit.as_secs() }))
+                let seconds = self.deadlines.first_token.as_secs();
+                Err(Failure::Final(DispatchError::Deadline { stage: stage::FIRST_TOKEN, seconds }))
             }
         }
     }
@@ -195,14 +213,14 @@ impl Attempts {
             life.client.set_draining();
             self.cluster.changed.notify_one();
         }
-        let worker = life.spec().name.clone();
+        let (worker, begun) = (life.spec().name.clone(), !failed.not_begun);
         let error = failure(&worker, stage::FIRST_TOKEN, failed, &self.deadlines);
         match code {
             ErrorCode::InvalidRequest | ErrorCode::Deadline => Failure::Final(error),
-            ErrorCode::Draining => Failure::Retry { reason: "draining", error: None },
-            ErrorCode::WrongWorker => Failure::Retry { reason: "wrong worker", error: None },
-            ErrorCode::Overloaded => Failure::Retry { reason: OVERLOADED, error: Some(error) },
-            _ => Failure::Retry { reason: "failed", error: Some(error) },
+            ErrorCode::Draining => Failure::Retry { reason: "draining", error: None, begun },
+            ErrorCode::WrongWorker => Failure::Retry { reason: "wrong worker", error: None, begun },
+            ErrorCode::Overloaded => Failure::Retry { reason: OVERLOADED, error: Some(error), begun },
+            _ => Failure::Retry { reason: FAILED, error: Some(error), begun },
         }
     }
 
@@ -212,10 +230,13 @@ impl Attempts {
         decision: &Decision,
         mut booking: Booking,
         (stream, first): (Stream, server_frame::Body),
+        due: Instant,
         ask: &Ask,
     ) -> Leg {
-        // The prompt is computed, even if nobody reads the first token for a while.
-        booking.generated(0);
+        // The prompt is computed, even if nobody reads the first token for a while. A first half without one has only begun.
+        if matches!(first, server_frame::Body::Output(_)) {
+            booking.generated(0);
+        }
         let overlap_blocks = decision.terms.overlap.total();
         // Blocks that were fetched a moment ago count as reused, and nobody knew of them.
         let comparable = self.match_prefixes(ask) && self.cluster.kv_events && !ask.fetches;
@@ -226,8 +247,24 @@ impl Attempts {
             first_block,
             index: self.cluster.index.clone(),
         });
-        Leg { stream, first: Some(first), booking, life, expected, overlap_blocks }
+        Leg { stream, first: Some(first), booking, life, due, expected, overlap_blocks }
     }
+}
+
+/// Whole milliseconds until then, one at least: none would mean that it is not known.
+fn whole_ms(until: Instant) -> u32 {
+    let left = until.saturating_duration_since(Instant::now()).as_millis();
+    left.clamp(1, u32::MAX.into()) as u32
+}
+
+/// What was kept of the prompt's KV was for one worker. That one may have fetched it, or half of it, and some engines use its
+/// memory for another request then, and do not tell a second one that asks. False where the request is not to be computed by the
+/// next worker instead: nothing of it has been delivered, so it can be split anew.
+fn give_up_kept(ask: &mut Ask, frame: &mut ClientFrame) -> bool {
+    ask.join(None);
+    let Some(client_frame::Body::Generate(request)) = &mut frame.body else { return true };
+    request.disaggregated_params.clear();
+    request.generated > 0
 }
 
 /// What a worker's refusal or failure means to a client.

@@ -7,16 +7,19 @@
 
 use std::sync::Arc;
 
+use kv_index::WorkerId;
 use protocol::request_plane::{ErrorCode, FinishReason, Finished, Output};
 use routing::KvFormat;
+use tokio::time::Instant;
 
 use super::attempts::{Attempts, Job, Leg};
+use super::booking::Booking;
 use crate::backend::DispatchError;
 use crate::metrics::ReasonLabels;
 use crate::request_plane::Kept;
 
 /// Whether others might do what these workers did not.
-fn is_of_workers(error: &DispatchError) -> bool {
+pub(super) fn is_of_workers(error: &DispatchError) -> bool {
     use DispatchError::{NoWorker, Overloaded, ShuttingDown, Worker};
     matches!(error, NoWorker { .. } | Overloaded(_) | ShuttingDown(_) | Worker { .. })
 }
@@ -52,6 +55,19 @@ impl Cause {
     }
 }
 
+/// What is left of a first half that has ended.
+pub(super) struct FirstHalf {
+    /// Who computed the prompt, or still computes it.
+    pub(super) worker: WorkerId,
+    /// How the KV of the prompt is fetched; empty: it was not kept.
+    pub(super) params: String,
+    /// Of which kind that is.
+    pub(super) kv: KvFormat,
+    pub(super) kept: Kept,
+    /// What the worker goes on to compute.
+    pub(super) booking: Option<Booking>,
+}
+
 /// What a running request needs to go on elsewhere.
 pub(super) struct Migration {
     attempts: Arc<Attempts>,
@@ -63,6 +79,8 @@ pub(super) struct Migration {
     engine_failed: bool,
     /// It has moved.
     moved: bool,
+    /// Its first half was for nothing, and there was another one.
+    anew: bool,
     /// Prompt tokens whose KV the first worker reused.
     reused_tokens: u32,
 }
@@ -72,7 +90,7 @@ impl Migration {
     pub(super) fn new(attempts: Arc<Attempts>, job: Job, limit: u32) -> Self {
         // A first half always moves: to the second.
         let job = (limit > 0 || job.request.prefill_only).then(|| Box::new(job));
-        Self { attempts, job, left: limit, engine_failed: false, moved: false, reused_tokens: 0 }
+        Self { attempts, job, left: limit, engine_failed: false, moved: false, anew: false, reused_tokens: 0 }
     }
 
     /// Takes note of tokens on their way to the client, and makes them look as if all came from one worker.
@@ -134,15 +152,16 @@ impl Migration {
         self.job.as_ref().is_some_and(|job| job.request.prefill_only)
     }
 
-    /// Finds the worker of the second half; `params` tell it how the KV of the prompt is fetched, which is of the kind `kv`. If
-    /// nobody that could is left, the prompt is computed. Where nobody fetches it, or the client leaves meanwhile, the KV is given
-    /// up with `kept`.
-    pub(super) async fn hand_over(
-        mut self,
-        params: String,
-        kv: KvFormat,
-        kept: Kept,
-    ) -> (Self, Result<Leg, DispatchError>) {
+    /// Whether tokens of it have been delivered.
+    pub(super) fn has_begun(&self) -> bool {
+        self.job.as_ref().is_none_or(|job| job.request.generated > 0)
+    }
+
+    /// Finds the worker of the second half, whose first token is due then. If nobody that could fetch the KV of the prompt is left,
+    /// the prompt is computed; if it was lost before anything was delivered, there is another first half, once. Where nobody
+    /// fetches it, or the client leaves meanwhile, the KV is given up.
+    pub(super) async fn hand_over(mut self, half: FirstHalf, due: Instant) -> (Self, Result<Leg, DispatchError>) {
+        let FirstHalf { worker, params, kv, kept, booking } = half;
         let job = self.job.as_mut().expect("the job of a first half is kept");
         let fetchable = !params.is_empty();
         if fetchable {
@@ -151,13 +170,23 @@ impl Migration {
             job.join();
         }
         job.ask.resume(&job.request);
+        job.due = Some(due);
         let mut outcome = if fetchable { "remote" } else { "not kept" };
         let mut leg = self.attempts.run(job).await;
+        let given_up = fetchable && !job.ask.fetches;
         let others = || fetchable && self.attempts.cluster.view.load().set.mixes_kv();
-        if leg.as_ref().is_err_and(|error| !job.losses.is_over() && is_of_workers(error)) && others() {
-            outcome = "kv differs";
-            job.join();
-            leg = self.attempts.run(job).await;
+        if leg.as_ref().is_err_and(|error| !job.losses.is_over() && is_of_workers(error)) {
+            if given_up && job.request.generated == 0 && !self.anew {
+                (outcome, self.anew) = ("once more", true);
+                drop((kept, booking));
+                leg = self.attempts.run_halves_anew(job, worker).await;
+            } else if !given_up && others() {
+                outcome = "kv differs";
+                job.join();
+                leg = self.attempts.run(job).await;
+            }
+        } else if given_up {
+            outcome = "not fetched";
         } else if leg.is_ok() {
             // The worker that answers has fetched it, or ended the lease itself.
             kept.taken();
@@ -167,11 +196,17 @@ impl Migration {
         (self, leg)
     }
 
-    /// Finds another worker, which answers with what follows. What the last one held of the request has been released. With
-    /// the error the request ends as it would have ended without a move.
-    pub(super) async fn go(mut self, cause: Cause, error: DispatchError) -> (Self, Result<Leg, DispatchError>) {
+    /// Finds another worker, which answers with what follows, and the first of it when it is due. What the last one held of the
+    /// request has been released. With the error the request ends as it would have ended without a move.
+    pub(super) async fn go(
+        mut self,
+        cause: Cause,
+        error: DispatchError,
+        due: Instant,
+    ) -> (Self, Result<Leg, DispatchError>) {
         let leg = match &mut self.job {
             Some(job) => {
+                job.due = Some(due);
                 // What a prefill worker had kept was for the worker that is lost.
                 job.join();
                 job.ask.resume(&job.request);

@@ -5,11 +5,13 @@
 //! the same kind, in the way of one whose worker was lost (`migration`), which fetches the blocks it lacks. Where no prefill
 //! worker can, the decode worker computes the prompt: the client sees a later first token, and nothing else.
 
+use kv_index::WorkerId;
 use routing::{ConditionalDisagg, KvFormat, Mode, Refusal, Role, Roles, Splittable, Whole, Worker};
 use tokio::time::Instant;
 
 use super::ask::Ask;
 use super::attempts::{Attempts, Job, Leg};
+use super::migration::is_of_workers;
 use super::stage;
 use crate::backend::DispatchError;
 use crate::metrics::ReasonLabels;
@@ -102,6 +104,21 @@ impl Attempts {
                 job.join();
                 self.run(job).await
             }
+        }
+    }
+
+    /// Splits a request anew that lost what its first half had kept, at the worker `first`, before anything was delivered of it.
+    /// Which of the two halves failed is not known: so `first` is asked again only if there is no other.
+    pub(super) async fn run_halves_anew(&self, job: &mut Job, first: WorkerId) -> Result<Leg, DispatchError> {
+        let plan = self.plan(&job.ask, &self.cluster.view.load_full(), None)?;
+        let Plan::Split(partners) = plan else { return self.run(job).await };
+        job.split(self.prefill_mode, partners.clone());
+        match self.run(job).await {
+            Err(error) if !job.losses.is_over() && is_of_workers(&error) => {
+                job.ask.forgive(first);
+                self.run_halves(job, partners).await
+            }
+            leg => leg,
         }
     }
 

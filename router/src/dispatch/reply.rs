@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use kv_hashing::BlockHash;
-use kv_index::WorkerRank;
+use kv_index::{WorkerId, WorkerRank};
 use protocol::request_plane::{FinishReason, Finished, Output, server_frame};
-use tokio::time::{Instant, Sleep, sleep};
+use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::attempts::{Leg, failure};
-use super::migration::{Cause, Migration};
+use super::migration::{Cause, FirstHalf, Migration};
 use super::stage;
 use crate::backend::{DispatchError, StreamItem};
 use crate::config::Deadlines;
@@ -24,7 +24,10 @@ use crate::workers::Life;
 pub(super) struct Reply {
     state: State,
     deadlines: Deadlines,
+    /// Ends when the next token is due.
     silence: Pin<Box<Sleep>>,
+    /// The first token was delivered.
+    begun: bool,
 }
 
 enum State {
@@ -49,7 +52,9 @@ pub(super) struct Expected {
 
 impl Reply {
     pub(super) fn new(leg: Leg, migration: Migration, deadlines: Deadlines) -> Self {
-        Self { state: State::Running(Box::new(leg), migration), deadlines, silence: Box::pin(sleep(deadlines.token)) }
+        // A first half may leave the first token to the second.
+        let silence = Box::pin(sleep_until(leg.due));
+        Self { state: State::Running(Box::new(leg), migration), deadlines, silence, begun: false }
     }
 
     /// Lets the worker go, and with it what it held of the request; begins to look for another one, if the request may move.
@@ -61,16 +66,19 @@ impl Reply {
         if !migration.may_move(cause) {
             return Err(error);
         }
-        self.state = State::Moving(Box::pin(migration.go(cause, error)));
+        self.state = State::Moving(Box::pin(migration.go(cause, error, self.silence.deadline())));
         Ok(())
     }
 
     /// Lets the worker of the first half go, and begins to look for one for the second.
     fn hand_over(&mut self, params: String) {
         if let State::Running(leg, migration) = std::mem::replace(&mut self.state, State::Ended) {
-            let (kept, kv) = (leg.stream.keep(), leg.life.kv_format());
-            drop(leg);
-            self.state = State::Moving(Box::pin(migration.hand_over(params, kv, kept)));
+            let Leg { stream, booking, life, .. } = *leg;
+            let worker = WorkerId(life.spec().identity.instance_id);
+            // Without a token the prompt is still being computed there, until the second half has one.
+            let booking = (!migration.has_begun()).then_some(booking);
+            let half = FirstHalf { worker, params, kv: life.kv_format(), kept: stream.keep(), booking };
+            self.state = State::Moving(Box::pin(migration.hand_over(half, self.silence.deadline())));
         }
     }
 
@@ -120,12 +128,19 @@ impl futures::Stream for Reply {
             Poll::Ready(item) => item,
             Poll::Pending => {
                 ready!(this.silence.as_mut().poll(cx));
-                let stage = if matches!(this.state, State::Moving(_)) { stage::MOVING } else { stage::GENERATING };
-                Some(Err(DispatchError::Deadline { stage, seconds: this.deadlines.token.as_secs() }))
+                let (stage, limit) = match this.state {
+                    _ if !this.begun => (stage::FIRST_TOKEN, this.deadlines.first_token),
+                    State::Moving(_) => (stage::MOVING, this.deadlines.token),
+                    _ => (stage::GENERATING, this.deadlines.token),
+                };
+                Some(Err(DispatchError::Deadline { stage, seconds: limit.as_secs() }))
             }
         };
         match item {
-            Some(Ok(StreamItem::Output(_))) => this.silence.as_mut().reset(Instant::now() + this.deadlines.token),
+            Some(Ok(StreamItem::Output(_))) => {
+                this.begun = true;
+                this.silence.as_mut().reset(Instant::now() + this.deadlines.token);
+            }
             _ => this.state = State::Ended,
         }
         Poll::Ready(item)

@@ -15,6 +15,7 @@ use super::ModelError;
 use super::bpe::Bpe;
 use super::tokenizer_json::TokenizerJson;
 use super::vocabulary::Vocabulary;
+use crate::memory;
 
 /// Encodes ordinary text: the texts of special tokens are text like any other here.
 pub trait Tokenizer: Send + Sync {
@@ -86,11 +87,16 @@ pub fn choose(
     file: &TokenizerJson<'_>,
     vocabulary: &Arc<Vocabulary>,
 ) -> Result<Box<dyn Tokenizer>, ModelError> {
-    // The reference takes the longest to build of all there is to a model.
+    // The reference takes the longest to build of all there is to a model. It stays on this thread, and so does its memory, which
+    // the caller gives back.
     let (own, reference) = std::thread::scope(|scope| {
-        let reference = scope.spawn(|| reference(json));
-        let own = Bpe::new(file, vocabulary);
-        (own, reference.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        let own = scope.spawn(|| {
+            let own = Bpe::new(file, vocabulary);
+            memory::give_back_end();
+            own
+        });
+        let reference = reference(json);
+        (own.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), reference)
     });
     let reference = reference?;
     let own = match own {

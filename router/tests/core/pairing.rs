@@ -1,6 +1,6 @@
 //! Halves on workers whose KV is not all of one kind: who goes on after whom, and who computes a prompt by itself.
 
-use protocol::request_plane::Generate;
+use protocol::request_plane::{ErrorCode, Generate};
 use router::backend::{PrefillChoice, RouteOptions};
 use routing::{Exclusion, Mode};
 use serde_json::json;
@@ -100,13 +100,18 @@ async fn who_does_not_say_is_taken_to_fit_anybody() {
 
 #[tokio::test]
 async fn when_the_only_worker_that_could_use_the_kv_is_lost_another_computes_it() {
-    let cluster = Cluster::start(Mode::Kv).await;
-    let (dies, other) = (of_kind(&cluster, "d1", "decode", "r1").await, of_kind(&cluster, "d2", "decode", "r2").await);
-    let _prefill = of_kind(&cluster, "p1", "prefill", "r1").await;
-    until_split(&cluster).await;
-    dies.behave(Behaviour::DieAtOnce);
-    answered(&cluster, &prompt(1, 4)).await;
-    assert_eq!((params(&dies), params(&other)), (vec!["kept by p1".to_owned()], vec![String::new()]));
-    assert_eq!(other.requests()[0].generated, 1);
-    assert_eq!((prefills(&cluster, "kv differs"), prefills(&cluster, "remote")), (1.0, 0.0));
+    for (behaviour, reason) in
+        [(Behaviour::Refuse(ErrorCode::Draining), "kv differs"), (Behaviour::DieAtOnce, "not fetched")]
+    {
+        let cluster = Cluster::start(Mode::Kv).await;
+        let lost = of_kind(&cluster, "d1", "decode", "r1").await;
+        let (other, _prefill) =
+            (of_kind(&cluster, "d2", "decode", "r2").await, of_kind(&cluster, "p1", "prefill", "r1").await);
+        until_split(&cluster).await;
+        lost.behave(behaviour);
+        answered(&cluster, &prompt(1, 4)).await;
+        assert_eq!((params(&lost), params(&other)), (vec!["kept by p1".to_owned()], vec![String::new()]));
+        assert_eq!(other.requests()[0].generated, 1);
+        assert_eq!((prefills(&cluster, reason), prefills(&cluster, "remote")), (1.0, 0.0), "{behaviour:?}");
+    }
 }

@@ -79,6 +79,10 @@ pub enum Behaviour {
     EndAtFirst,
     /// A refusal.
     Refuse(ErrorCode),
+    /// A failure, after which whatever the worker was to fetch is used up.
+    Fail(ErrorCode),
+    /// One such failure, and answers from then on.
+    FailOnce(ErrorCode),
     /// One token, then the connection is closed.
     DieAfterFirst,
     /// All tokens, but the connection is closed before the end is told.
@@ -490,7 +494,11 @@ impl Connection {
     }
 
     fn fail(&mut self, stream_id: u64, code: ErrorCode, message: &str) {
-        self.put(stream_id, Body::Failed(Failed { code: code.into(), message: message.into() }));
+        self.put(stream_id, Body::Failed(Failed { code: code.into(), message: message.into(), not_begun: false }));
+    }
+
+    fn refuse(&mut self, stream_id: u64, code: ErrorCode) {
+        self.put(stream_id, Body::Failed(Failed { code: code.into(), message: "not now".into(), not_begun: true }));
     }
 
     /// False when the connection ends here.
@@ -583,7 +591,12 @@ impl Connection {
                 if code == ErrorCode::Draining {
                     self.put(0, Body::Draining(Draining {}));
                 }
-                self.fail(id, code, "not now");
+                self.refuse(id, code);
+            }
+            Behaviour::Fail(code) => self.fail(id, code, "lost on the way"),
+            Behaviour::FailOnce(code) => {
+                self.state.lock().behaviour = Behaviour::Answer;
+                self.fail(id, code, "lost on the way");
             }
             Behaviour::DieAfterFirst => {
                 self.put(id, output(generated + 1));
@@ -625,7 +638,7 @@ impl Connection {
                     // A length, and bytes that decode to nothing.
                     self.out.extend_from_slice(&[0, 0, 0, 3, 255, 255, 255]);
                 }
-                self.put(id, Body::Failed(Failed { code: any(&mut rng).cast_signed(), message: String::new() }));
+                self.put(id, Body::Failed(Failed { code: any(&mut rng).cast_signed(), ..Failed::default() }));
             }
             Behaviour::DieBeforeEnd | Behaviour::Answer | Behaviour::HandOverAtOnce => {
                 for token in generated + 1..=3 {

@@ -5,7 +5,7 @@ use futures::StreamExt;
 use super::*;
 
 /// Prompts whose answers are compared.
-const PROMPTS: usize = 50;
+pub(super) const PROMPTS: usize = 50;
 /// Tokens of each answer.
 const TOKENS: u32 = 16;
 /// Prompts that are answered at a time.
@@ -15,7 +15,7 @@ const AT_ONCE: usize = 4;
 const WITH_NIXL: bool = cfg!(feature = "nixl");
 
 /// A prompt of several blocks of its own.
-fn prompt(number: usize) -> Vec<Value> {
+pub(super) fn prompt(number: usize) -> Vec<Value> {
     let things = ["a river", "two old friends", "the price of bread", "a letter", "winter", "a small town", "music"];
     let (thing, other) = (things[number % things.len()], things[(number / things.len() + number + 1) % things.len()]);
     let ask =

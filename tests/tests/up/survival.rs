@@ -39,7 +39,7 @@ pub(super) fn kill(system: &System, name: &str) {
     signal_process(pid, Signal::KILL).expect("killed");
 }
 
-async fn page(system: &System, method: Method, path: &str, body: Option<&Value>) -> String {
+pub(super) async fn page(system: &System, method: Method, path: &str, body: Option<&Value>) -> String {
     let (status, _, bytes) = system.router.send(method, path, body).await.expect("answers");
     assert_eq!(status, StatusCode::OK, "{path}");
     String::from_utf8(bytes.to_vec()).expect("UTF-8")

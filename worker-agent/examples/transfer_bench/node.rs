@@ -80,7 +80,8 @@ impl Node {
     ) -> Result<f64, Failure> {
         let address = source.address(transport.backend()).ok_or("the transport is not offered")?.to_owned();
         let started = Instant::now();
-        let moved = self.lane.run(async move { transport.pull(&source, &address, &mut reservation).await });
+        let until = tokio::time::Instant::now() + TIMEOUT;
+        let moved = self.lane.run(async move { transport.pull(&source, &address, &mut reservation, until).await });
         moved.await??;
         Ok(started.elapsed().as_secs_f64())
     }

@@ -23,7 +23,8 @@ pub struct TransferConfig {
     /// with NIXL
     #[arg(long, value_enum, default_value_t = Transports::Auto)]
     pub kv_transfer: Transports,
-    /// Time for fetching a prompt's KV, in milliseconds, and 100 more for each MiB, 600000 at most; after that it is computed
+    /// Time for fetching a prompt's KV, in milliseconds, and 100 more for each MiB,
+    /// 600000 and half of what the router waits at most; after that it is computed
     #[arg(long, default_value_t = 2000)]
     pub kv_transfer_timeout_ms: u64,
 }

@@ -117,4 +117,12 @@ pub trait Forward: Send {
     /// Computes one step: every chunk attends to its own sequence only. KV of the chunk's tokens is written into its blocks.
     /// Appends one row of `vocab` logits to `logits` for each position wanted, in the order of the chunks.
     fn forward(&mut self, chunks: &[Chunk<'_>], logits: &mut Vec<f32>);
+
+    /// As [`Self::forward`], but gives the step up when `worth`, asked now and then in the middle of it, says that it is not worth
+    /// its end. False then: there are no logits, and KV of the chunks' positions may be written or not. A pass that cannot stop
+    /// half-way goes on to the end.
+    fn forward_while(&mut self, chunks: &[Chunk<'_>], logits: &mut Vec<f32>, _worth: &dyn Fn() -> bool) -> bool {
+        self.forward(chunks, logits);
+        true
+    }
 }

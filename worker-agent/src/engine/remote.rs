@@ -29,12 +29,14 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use engine_feed::{CollectorCounters, EventSource, Feed};
+use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use protocol::request_plane::Generate;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{Notify, Semaphore, oneshot};
 use tokio_util::sync::{CancellationToken, DropGuard};
+use tokio_util::task::TaskTracker;
 
 use super::{ArenaEvent, Engine, EngineInfo, EngineLoad, EngineOutput, SubmitError};
 use blocks::{Held, Listener};
@@ -110,6 +112,8 @@ struct Shared {
     held: Mutex<Held>,
     /// Requests whose KV is being fetched from here, by their lease: dropping one gives it up.
     leases: Mutex<HashMap<u64, oneshot::Sender<()>>>,
+    /// Those requests, until the server is rid of them.
+    lent: TaskTracker,
     metrics: RemoteMetrics,
     /// Somebody has reason to believe that the server is lost.
     suspect: Notify,
@@ -139,6 +143,7 @@ impl Remote {
             numbers: AtomicU64::new(0),
             held: Mutex::new(Held::new(block_size)),
             leases: Mutex::default(),
+            lent: TaskTracker::new(),
             metrics,
             suspect: Notify::new(),
             lost: CancellationToken::new(),
@@ -202,6 +207,18 @@ impl Engine for Remote {
 
     fn end_lease(&self, lease: u64) {
         self.shared.leases.lock().remove(&lease);
+    }
+
+    fn leases(&self) -> usize {
+        self.shared.lent.len()
+    }
+
+    fn unleased(&self) -> BoxFuture<'static, ()> {
+        let shared = self.shared.clone();
+        Box::pin(async move {
+            shared.lent.close();
+            shared.lent.wait().await;
+        })
     }
 
     fn kv_layout(&self) -> Option<String> {

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use bytes::{Buf, BytesMut};
 use protocol::request_plane::{
-    ClientFrame, Draining, ErrorCode, FrameError, Generate, Hello, PROTOCOL_VERSION, Pong, ServerFrame, Welcome,
-    client_frame, decode_frame, encode_frame, server_frame::Body,
+    ClientFrame, Draining, ErrorCode, Failed, FrameError, Generate, Hello, PROTOCOL_VERSION, Pong, ServerFrame,
+    Welcome, client_frame, decode_frame, encode_frame, server_frame::Body,
 };
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -95,7 +95,7 @@ pub(super) async fn serve(socket: TcpStream, peer: SocketAddr, service: &Arc<Ser
         Err(_) => Err(ConnectionError::HandshakeDeadline),
     };
     // Before the goodbye: the engine gets the blocks back at once.
-    connection.streams = Streams::new();
+    connection.streams.give_up().into_iter().for_each(|lease| service.engine.end_lease(lease));
     match ended {
         Ok(()) => connection.flush().await,
         Err(error) => match error.code() {
@@ -292,12 +292,13 @@ impl Connection {
         Ok(())
     }
 
-    /// Of a stream that has ended with its prompt kept for another worker, none will fetch it.
+    /// Of a stream that has ended with its prompt kept for another worker, or is about to, none will fetch it.
     fn cancel(&mut self, id: u64) {
-        if self.streams.cancel(id) {
-            return;
-        }
-        match self.streams.take_lease(id) {
+        let lease = match self.streams.cancel(id) {
+            Some(untold) => untold,
+            None => self.streams.take_lease(id),
+        };
+        match lease {
             Some(lease) => self.service.engine.end_lease(lease),
             None => self.bulk.cancel(id),
         }
@@ -314,24 +315,22 @@ impl Connection {
     }
 
     fn generate(&mut self, id: u64, generate: Generate) {
-        let metrics = &self.service.metrics;
         let Some(admitted) = self.service.drain.admit() else {
-            metrics.request_ended(Ending::draining);
-            return self.fail(id, ErrorCode::Draining, "the worker is draining");
+            return self.turn_away(id, Ending::draining, ErrorCode::Draining, "the worker is draining".into());
         };
         if self.streams.len() >= MAX_STREAMS {
-            metrics.request_ended(Ending::overloaded);
-            return self.fail(id, ErrorCode::Overloaded, format!("over {MAX_STREAMS} streams on one connection"));
+            let why = format!("over {MAX_STREAMS} streams on one connection");
+            return self.turn_away(id, Ending::overloaded, ErrorCode::Overloaded, why);
         }
         let (dp_rank, ranks) = (generate.dp_rank, self.service.engine.ranks());
         if dp_rank >= ranks {
-            metrics.request_ended(Ending::invalid);
-            return self.fail(id, ErrorCode::InvalidRequest, format!("dp_rank {dp_rank} of a worker with {ranks}"));
+            let why = format!("dp_rank {dp_rank} of a worker with {ranks}");
+            return self.turn_away(id, Ending::invalid, ErrorCode::InvalidRequest, why);
         }
         let deadline = Duration::from_millis(generate.deadline_ms.into());
         match self.service.engine.submit(generate) {
             Ok(outputs) => {
-                self.streams.open(id, outputs, Account::new(metrics.clone()), admitted);
+                self.streams.open(id, outputs, Account::new(self.service.metrics.clone()), admitted);
                 if !deadline.is_zero() {
                     self.watch_deadline(id, Instant::now() + deadline);
                 }
@@ -342,10 +341,15 @@ impl Connection {
                     SubmitError::Overloaded(_) => (Ending::overloaded, ErrorCode::Overloaded),
                     SubmitError::Stopped => (Ending::draining, ErrorCode::Draining),
                 };
-                metrics.request_ended(ending);
-                self.fail(id, code, error.to_string());
+                self.turn_away(id, ending, code, error.to_string());
             }
         }
+    }
+
+    /// Refuses a request with which nothing has begun.
+    fn turn_away(&mut self, id: u64, ending: Ending, code: ErrorCode, message: String) {
+        self.service.metrics.request_ended(ending);
+        self.send(id, Body::Failed(Failed { code: code.into(), message, not_begun: true }));
     }
 
     fn ask(&mut self, id: u64, question: Question) {
@@ -368,7 +372,9 @@ impl Connection {
         while let Some(Reverse((at, id))) = self.deadlines.peek().copied().filter(|Reverse((at, _))| *at <= now) {
             tracing::debug!(stream = id, ?at, "deadline passed");
             self.deadlines.pop();
-            self.streams.pass_deadline(id, &mut self.outbox);
+            if let Some(lease) = self.streams.pass_deadline(id, &mut self.outbox) {
+                self.service.engine.end_lease(lease);
+            }
         }
     }
 

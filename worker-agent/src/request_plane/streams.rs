@@ -20,6 +20,7 @@ use protocol::request_plane::{
 };
 use tokio::sync::mpsc;
 
+use super::failed;
 use crate::drain::Admitted;
 use crate::engine::{EngineOutput, Finish, Prefilled};
 use crate::metrics::{Ending, Metrics, observe};
@@ -110,9 +111,15 @@ impl Streams {
         );
     }
 
-    /// Drops a stream: the engine frees its blocks within one step. `false` when there is none of this id.
-    pub(super) fn cancel(&mut self, id: u64) -> bool {
-        self.open.remove(&id).is_some()
+    /// Drops a stream: the engine frees its blocks within one step. `None` when there is none of this id; else the lease of a prompt
+    /// that was kept meanwhile, of which the router has not heard.
+    pub(super) fn cancel(&mut self, id: u64) -> Option<Option<u64>> {
+        self.open.remove(&id).map(Stream::give_up)
+    }
+
+    /// Drops all streams; returns such leases of theirs.
+    pub(super) fn give_up(&mut self) -> Vec<u64> {
+        self.open.drain().filter_map(|(_, stream)| stream.give_up()).collect()
     }
 
     /// The lease that a stream left behind when it ended; once.
@@ -121,13 +128,12 @@ impl Streams {
         self.left.remove(at).map(|(_, lease)| lease)
     }
 
-    /// Ends a stream whose deadline has passed.
-    pub(super) fn pass_deadline(&mut self, id: u64, out: &mut BytesMut) {
-        if let Some(mut stream) = self.open.remove(&id) {
-            let failed = Failed { code: ErrorCode::Deadline.into(), message: "the request's deadline passed".into() };
-            stream.account.end(Ending::deadline);
-            encode_frame(&ServerFrame { stream_id: id, body: Some(Body::Failed(failed)) }, out);
-        }
+    /// Ends a stream whose deadline has passed; returns the lease as [`Self::cancel`] does.
+    pub(super) fn pass_deadline(&mut self, id: u64, out: &mut BytesMut) -> Option<u64> {
+        let mut stream = self.open.remove(&id)?;
+        stream.account.end(Ending::deadline);
+        encode_frame(&failed(id, ErrorCode::Deadline, "the request's deadline passed"), out);
+        stream.give_up()
     }
 
     /// Writes what all streams have, and ends those that are not done, because the worker ends.
@@ -136,9 +142,8 @@ impl Streams {
             if stream.write_ready(id, out) == State::Ended {
                 continue;
             }
-            let failed = Failed { code: ErrorCode::Draining.into(), message: why.into() };
             stream.account.end(Ending::draining);
-            encode_frame(&ServerFrame { stream_id: id, body: Some(Body::Failed(failed)) }, out);
+            encode_frame(&failed(id, ErrorCode::Draining, why), out);
         }
     }
 
@@ -274,7 +279,7 @@ impl Stream {
                     ErrorCode::Draining => Ending::draining,
                     _ => Ending::failed,
                 });
-                Some(Body::Failed(Failed { code: code.into(), message }))
+                Some(Body::Failed(Failed { code: code.into(), message, not_begun: false }))
             }
             None => Some(self.fail(Ending::failed, "the engine gave the request up".into())),
         }
@@ -286,9 +291,20 @@ impl Stream {
         self.account.metrics.generation_tokens.inc();
     }
 
+    /// Cancels the request. The lease of what the engine has kept of it, if nobody was told: none is granted any more.
+    fn give_up(mut self) -> Option<u64> {
+        self.outputs.close();
+        while let Ok(output) = self.outputs.try_recv() {
+            if let EngineOutput::Prefilled(Prefilled { disaggregated_params: Some(params), .. }) = output {
+                return transfer::Source::lease_of(&params);
+            }
+        }
+        None
+    }
+
     fn fail(&mut self, ending: Ending, message: String) -> Body {
         self.account.end(ending);
-        Body::Failed(Failed { code: ErrorCode::Engine.into(), message })
+        Body::Failed(Failed { code: ErrorCode::Engine.into(), message, not_begun: false })
     }
 }
 
@@ -364,8 +380,8 @@ mod tests {
     use crate::drain::Drain;
     use crate::engine::EngineInfo;
 
-    #[test]
-    fn a_turn_stops_at_the_mark_and_the_next_goes_on_behind_it() {
+    /// Open streams, from id 1 on, and what their engines say.
+    fn streams(count: u64) -> (Streams, Vec<mpsc::UnboundedSender<EngineOutput>>) {
         let info = EngineInfo {
             block_size: BlockSize::new(16).expect("not zero"),
             total_blocks: 8,
@@ -374,14 +390,22 @@ mod tests {
             context_length: 128,
         };
         let (metrics, drain, mut streams) = (Arc::new(Metrics::new(&info)), Drain::default(), Streams::new());
-        let mut engines = Vec::new();
-        for id in 1..=8 {
+        let open = |id| {
             let (engine, outputs) = mpsc::unbounded_channel();
+            streams.open(id, outputs, Account::new(metrics.clone()), drain.admit().expect("not draining"));
+            engine
+        };
+        let engines = (1..=count).map(open).collect();
+        (streams, engines)
+    }
+
+    #[test]
+    fn a_turn_stops_at_the_mark_and_the_next_goes_on_behind_it() {
+        let (mut streams, engines) = streams(8);
+        for engine in &engines {
             for token in 0..100 {
                 engine.send(EngineOutput::Token { token, logprobs: None }).expect("the stream is open");
             }
-            streams.open(id, outputs, Account::new(metrics.clone()), drain.admit().expect("not draining"));
-            engines.push(engine);
         }
         let mut cx = Context::from_waker(Waker::noop());
         let mut turns = Vec::new();
@@ -396,5 +420,21 @@ mod tests {
             turns.push(ids);
         }
         assert_eq!(turns, [[1, 2], [3, 4], [5, 6], [7, 8]]);
+    }
+
+    #[test]
+    fn of_a_prompt_that_was_kept_when_nobody_wanted_it_any_more_the_lease_is_not_lost() {
+        let (mut streams, engines) = streams(4);
+        for engine in &engines[1..] {
+            engine.send(EngineOutput::Token { token: 1, logprobs: None }).expect("the stream is open");
+            let disaggregated_params = Some(r#"{"lease": "00000000000000ff"}"#.to_owned());
+            let (prompt_tokens, completion_tokens, reused_tokens) = (32, 1, 0);
+            let prefilled = Prefilled { prompt_tokens, completion_tokens, reused_tokens, disaggregated_params };
+            engine.send(EngineOutput::Prefilled(prefilled)).expect("the stream is open");
+        }
+        assert_eq!((streams.cancel(1), streams.cancel(2), streams.cancel(2)), (Some(None), Some(Some(255)), None));
+        assert_eq!(streams.pass_deadline(3, &mut BytesMut::new()), Some(255));
+        assert_eq!((streams.give_up(), streams.len()), (vec![255], 0));
+        assert!(engines.iter().all(mpsc::UnboundedSender::is_closed), "whatever comes later is refused");
     }
 }

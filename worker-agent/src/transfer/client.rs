@@ -60,10 +60,11 @@ impl Deadline {
         Self::new(timeout.min(GREETING))
     }
 
-    /// For the missing blocks.
-    pub(super) fn blocks(timeout: Duration, of: &Reservation) -> Self {
+    /// For the missing blocks, and not beyond `until`.
+    pub(super) fn blocks(timeout: Duration, of: &Reservation, until: Instant) -> Self {
         let mib = (of.missing().len() * of.block_bytes()).div_ceil(1 << 20) as u32;
-        Self::new((timeout + PER_MIB * mib).min(LONGEST_PULL))
+        let left = until.saturating_duration_since(Instant::now());
+        Self::new((timeout + PER_MIB * mib).min(LONGEST_PULL).min(left))
     }
 
     /// Time that is left.

@@ -122,10 +122,16 @@ impl TransferError {
         }
     }
 
+    /// Whether the other worker may do later what it did not now.
+    pub(super) fn is_busy(&self) -> bool {
+        matches!(self, Self::Refused { refusal: Refusal::Busy, .. })
+    }
+
     /// Whether the other worker may still hold the blocks for us, and can be told that we do not want them.
     pub(super) fn leaves_lease(&self) -> bool {
         match self {
-            Self::Params(_) | Self::Backend(_) | Self::Refused { .. } => false,
+            Self::Params(_) | Self::Backend(_) => false,
+            Self::Refused { .. } => self.is_busy(),
             Self::Io { stage, .. } | Self::Timeout { stage, .. } => *stage != Stage::Connect,
             _ => true,
         }

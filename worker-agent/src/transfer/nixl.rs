@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use futures::future::BoxFuture;
 use tokio::net::TcpStream;
+use tokio::time::Instant;
 use twox_hash::XxHash3_64;
 
 use super::client::{BURST, Client, Deadline, Pace};
@@ -74,11 +75,12 @@ impl KvTransport for Nixl {
         source: &'a Source,
         address: &'a str,
         into: &'a mut Reservation,
+        until: Instant,
     ) -> BoxFuture<'a, Result<(), TransferError>> {
         Box::pin(async move {
             let mut client = tcp::connect(source, address, Deadline::greeting(self.timeout)).await?;
             let remote = self.remote(&mut client, source).await?;
-            client.deadline = Deadline::blocks(self.timeout, into);
+            client.deadline = Deadline::blocks(self.timeout, into, until);
             let places = locate(&mut client, source.lease, into).await?;
             let (mut pace, mut places) = (Pace::default(), &places[..]);
             while !places.is_empty() {

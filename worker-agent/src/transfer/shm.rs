@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use futures::future::BoxFuture;
 use tokio::net::UnixStream;
+use tokio::time::Instant;
 use twox_hash::XxHash3_64;
 
 use super::client::{Client, Deadline, Pace};
@@ -55,13 +56,14 @@ impl KvTransport for Shm {
         source: &'a Source,
         address: &'a str,
         into: &'a mut Reservation,
+        until: Instant,
     ) -> BoxFuture<'a, Result<(), TransferError>> {
         Box::pin(async move {
             let mut peer = match self.peers.take(address) {
                 Some(peer) => peer,
                 None => connect(source, address, Deadline::greeting(self.timeout)).await?,
             };
-            peer.client.deadline = Deadline::blocks(self.timeout, into);
+            peer.client.deadline = Deadline::blocks(self.timeout, into, until);
             let mut pace = Pace::default();
             for hash in peer.client.ask(Ask::Pull, source.lease, into).await? {
                 let place = match peer.client.answer(Stage::Blocks).await? {

@@ -6,6 +6,7 @@ use std::time::Duration;
 use futures::future::BoxFuture;
 use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
+use tokio::time::Instant;
 use twox_hash::XxHash3_64;
 
 use super::client::{Client, Deadline, Pace};
@@ -39,10 +40,11 @@ impl KvTransport for Tcp {
         source: &'a Source,
         address: &'a str,
         into: &'a mut Reservation,
+        until: Instant,
     ) -> BoxFuture<'a, Result<(), TransferError>> {
         Box::pin(async move {
             let mut client = connect(source, address, Deadline::greeting(self.timeout)).await?;
-            client.deadline = Deadline::blocks(self.timeout, into);
+            client.deadline = Deadline::blocks(self.timeout, into, until);
             let mut pace = Pace::default();
             for hash in client.ask(Ask::Pull, source.lease, into).await? {
                 receive(&mut client, hash, into).await?;

@@ -209,6 +209,34 @@ async fn a_prompt_that_nobody_fetches_is_aborted_and_frees_its_place() {
 }
 
 #[tokio::test]
+async fn a_drain_waits_until_another_server_has_fetched_what_is_computed_here() {
+    let mut p = Server::start(Make::Sglang("prefill")).await;
+    let (prefill, _) = p.engine(&[]).await;
+    assert_eq!(prefill.leases(), 0);
+    within("nothing to wait for", prefill.unleased()).await;
+    first_half(&prefill).await;
+    let computes = p.asked().await;
+    let mut drained = prefill.unleased();
+    assert!(futures::poll!(&mut drained).is_pending() && prefill.leases() == 1);
+    computes.answer(200, event(&[20], 1, length()));
+    within("it is fetched", drained).await;
+    assert_eq!(prefill.leases(), 0);
+}
+
+#[tokio::test]
+async fn a_first_half_that_nobody_heard_the_end_of_is_not_computed() {
+    let mut p = Server::start(Make::Sglang("prefill")).await;
+    let (prefill, _) = p.engine(&[]).await;
+    drop(ask(&prefill, prefill_only()));
+    until("its place is free", || requests(&prefill) == 0 && prefill.leases() == 0).await;
+    let prefilled = first_half(&prefill).await;
+    let computes = p.asked().await;
+    let params = prefilled.disaggregated_params.expect("a room");
+    assert!(params.contains(&room(&computes).2.to_string()), "the server's first request is the second one");
+    computes.answer(200, event(&[20], 1, length()));
+}
+
+#[tokio::test]
 async fn a_transfer_that_fails_is_an_answer_that_fails() {
     let (mut p, mut d) = (Server::start(Make::Sglang("prefill")).await, Server::start(Make::Sglang("decode")).await);
     let ((prefill, _), (decode, _)) = (p.engine(&[]).await, d.engine(&[]).await);

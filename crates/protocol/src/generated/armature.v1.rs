@@ -160,6 +160,11 @@ pub struct Generate {
     /// which of the worker's data-parallel ranks is to run it; a worker without ranks has rank 0 alone
     #[prost(uint32, tag = "15")]
     pub dp_rank: u32,
+    /// For how long the router waits for the first token from here; fetching KV leaves enough of it to compute the prompt instead.
+    ///
+    /// 0: not known
+    #[prost(uint32, tag = "16")]
+    pub first_token_ms: u32,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Sampling {
@@ -266,6 +271,9 @@ pub struct Failed {
     /// one line, for a person
     #[prost(string, tag = "2")]
     pub message: ::prost::alloc::string::String,
+    /// The request was turned away at the door: what its disaggregated_params name is as it was, and may be brought to another worker.
+    #[prost(bool, tag = "3")]
+    pub not_begun: bool,
 }
 /// Asks a worker's local indexer. Without `start`: the whole state.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]

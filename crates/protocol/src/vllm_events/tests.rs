@@ -193,6 +193,29 @@ fn blocks_that_go_take_their_namespace_along() {
 }
 
 #[test]
+fn a_namespace_lasts_until_the_last_copy_of_its_block_is_gone() {
+    let mut translator = translator();
+    let salted =
+        |medium: &str| event(json!(["BlockStored", [1], null, [1, 2, 3, 4], 4, null, medium, null, [["salt"]]]));
+    let gone = |medium: &str| event(json!(["BlockRemoved", [1], medium]));
+    let space = |namespace| local(HashSpace::new(None, namespace), &[1, 2, 3, 4]);
+    for (step, namespace) in [
+        (salted("GPU"), Some("salt")),
+        (salted("CPU"), Some("salt")),
+        // Offloaded, evicted, brought back, and forgotten in both places.
+        (gone("GPU"), Some("salt")),
+        (salted("GPU"), Some("salt")),
+        (gone("CPU"), Some("salt")),
+        (gone("GPU"), None),
+    ] {
+        translator.translate(&step).expect("usable");
+        let child = event(json!(["BlockStored", [2], 1, [1, 2, 3, 4], 4]));
+        let child = translator.translate(&child).expect("usable").expect("main");
+        assert_eq!(stored(child).1, [(2, space(namespace))], "after {step:?}");
+    }
+}
+
+#[test]
 fn media_in_a_block_go_into_its_hash() {
     let digest = "5".repeat(64);
     let local = |keys: Value| {

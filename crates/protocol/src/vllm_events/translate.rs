@@ -3,6 +3,7 @@
 //! Only events of the main cache are of use: of a model whose layers differ in what they keep, a prefix is reusable when the
 //! layers that see all of it have it.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 
 use kv_hashing::{BlockHash, BlockSize, HashSpace, media_hash};
@@ -58,7 +59,15 @@ impl Refused {
 pub struct Translator {
     block_size: BlockSize,
     /// Blocks of sequences with a cache namespace: only the first event of a sequence tells it.
-    namespaced: HashMap<u64, HashSpace>,
+    namespaced: HashMap<u64, Namespaced>,
+}
+
+/// A block in a namespace, and where it is: what continues it is of the same one until its last copy is gone.
+#[derive(Debug)]
+struct Namespaced {
+    space: HashSpace,
+    /// One bit for each tier, by its number.
+    tiers: u8,
 }
 
 impl Translator {
@@ -89,12 +98,15 @@ impl Translator {
         if !stored.block_hashes.iter().all(|hash| seen.insert(*hash)) {
             return Err(Refused::Repeats);
         }
-        let inherited = stored.parent_block_hash.and_then(|parent| self.namespaced.get(&parent).copied());
+        let inherited = stored.parent_block_hash.and_then(|parent| Some(self.namespaced.get(&parent)?.space));
         let namespace = namespace(stored);
         let space = inherited.unwrap_or_else(|| HashSpace::new(adapter(stored).as_deref(), namespace));
         let locals = self.locals(stored, space)?;
         if inherited.is_some() || namespace.is_some() {
-            self.namespaced.extend(stored.block_hashes.iter().map(|hash| (*hash, space)));
+            for hash in &stored.block_hashes {
+                let tiers = self.namespaced.get(hash).map_or(0, |block| block.tiers) | bit(tier);
+                self.namespaced.insert(*hash, Namespaced { space, tiers });
+            }
         }
         let blocks = stored.block_hashes.iter().zip(locals);
         let blocks = blocks.map(|(&block_hash, local)| StoredBlock { block_hash, tokens_hash: local.0 }).collect();
@@ -124,7 +136,12 @@ impl Translator {
         let tier = tier(&removed.place)?;
         if !self.namespaced.is_empty() {
             for hash in &removed.block_hashes {
-                self.namespaced.remove(hash);
+                if let Entry::Occupied(mut block) = self.namespaced.entry(*hash) {
+                    block.get_mut().tiers &= !bit(tier);
+                    if block.get().tiers == 0 {
+                        block.remove();
+                    }
+                }
             }
         }
         let data = KvCacheEventData::Removed(Removed { block_hashes: removed.block_hashes.clone() });
@@ -149,6 +166,10 @@ fn tier(place: &Place) -> Result<StorageTier, Refused> {
         "EXTERNAL" | "NETWORK" | "REMOTE" | "SHARED" => Ok(StorageTier::External),
         _ => Err(Refused::Medium(medium.to_owned())),
     }
+}
+
+fn bit(tier: StorageTier) -> u8 {
+    1 << tier as u8
 }
 
 /// What stands for the adapter in hashes: its name. A nameless one gets a name that no request has, so that its blocks are not

@@ -27,6 +27,7 @@ pub(super) mod queue;
 mod reservation;
 
 pub use super::service::inbox::Place;
+pub(super) use lease::Granted;
 use lease::Leases;
 pub use lease::{Describe, Lease, LeaseGone, Terms};
 use queue::Ask;
@@ -118,7 +119,7 @@ impl Exchange {
 
     /// Leases a prompt's blocks, which are held and cached, and says how they are fetched. Gives them back when there is no
     /// room for them.
-    pub(super) fn grant(&self, hashes: Vec<SequenceHash>, table: Vec<BlockId>) -> Result<String, Vec<BlockId>> {
+    pub(super) fn grant(&self, hashes: Vec<SequenceHash>, table: Vec<BlockId>) -> Result<Granted, Vec<BlockId>> {
         let blocks = hashes.into_iter().zip(table.iter().copied()).collect();
         self.leases.grant(|id| Lease::new(id, blocks, self.arena.clone(), self.shared.clone()), table)
     }

@@ -181,7 +181,7 @@ impl Start<'_> {
 #[cfg(test)]
 mod tests {
     use std::str::FromStr;
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
     use integration_tests::model;
     use protocol::metadata::artifact;
@@ -237,6 +237,30 @@ mod tests {
         let (_, second) = answer(&engine, request(&prompt)).await;
         assert_eq!(second.reused_tokens, computed / 16 * 16, "prompt and answer of the first turn");
         assert_eq!(engine.load().active_blocks, 0);
+    }
+
+    #[tokio::test]
+    async fn a_client_that_leaves_in_a_long_step_is_rid_of_within_a_second() {
+        // On one thread a step of 512 tokens takes two seconds.
+        let (options, threads) = (OpenOptions { total_blocks: 64, ..OpenOptions::default() }, NonZeroUsize::new(1));
+        let (engine, ..) = open(&model::path(), OpenOptions { threads, ..options }).expect("opens");
+        let stop = Some(Stop { max_tokens: 2, ..Default::default() });
+        let prompt = (0..900).map(|n| 1000 + n * 7 % 4000).collect();
+        let outputs = engine.submit(Generate { token_ids: prompt, stop, ..Default::default() }).expect("room");
+        let until = async |what: &str, condition: &dyn Fn() -> bool| {
+            let mut look = tokio::time::interval(Duration::from_millis(2));
+            let wait = async {
+                while !condition() {
+                    look.tick().await;
+                }
+            };
+            tokio::time::timeout(Duration::from_secs(20), wait).await.unwrap_or_else(|_| panic!("{what}"));
+        };
+        until("it is being computed", &|| engine.load().running == 1).await;
+        drop(outputs);
+        let left = Instant::now();
+        until("its blocks are free", &|| engine.load().active_blocks == 0 && engine.load().running == 0).await;
+        assert!(left.elapsed() < Duration::from_secs(1), "{:?}", left.elapsed());
     }
 
     #[test]

@@ -241,6 +241,16 @@ impl Scheduler {
         self.planned.iter().map(|p| self.running[p.index].chunk(p.tokens, p.logits)).collect()
     }
 
+    /// Whose they are, and how many tokens of each, in the same order.
+    pub fn planned(&self) -> impl Iterator<Item = (RequestId, usize)> {
+        self.planned.iter().map(|p| (self.running[p.index].id, p.tokens))
+    }
+
+    /// The step just planned is not computed to its end: as if it had not been planned, the next plan begins where this one did.
+    pub fn give_up_step(&mut self) {
+        self.planned.clear();
+    }
+
     /// Takes the logits of the step just planned, one row for each position wanted, in the order of its chunks; none at all
     /// where there are none.
     ///

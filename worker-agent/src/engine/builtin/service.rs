@@ -16,8 +16,8 @@ use protocol::request_plane::Generate;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::Forward;
-use super::exchange::Exchange;
 use super::exchange::queue::Queue;
+use super::exchange::{Exchange, Granted};
 use super::scheduler::{Handover, InvalidConfig, RequestId, Scheduler, SchedulerConfig};
 use super::stop::Vocabulary;
 use super::tiers::TierOptions;
@@ -211,6 +211,23 @@ impl Tiers {
     }
 }
 
+/// Steps of fewer tokens end by themselves soon enough.
+const WORTH_A_LOOK: usize = 32;
+
+/// Tokens that a step computes, and who waits for them.
+struct Step<'a>(Vec<(Option<&'a UnboundedSender<EngineOutput>>, usize)>);
+
+impl Step<'_> {
+    /// A long step is given up when nobody waits any more for half of its tokens. Then the others lose less than those who left
+    /// would have cost them, and each such loss is paid by somebody who leaves: the engine gets on, whoever comes and goes.
+    fn is_worth_its_end(&self) -> bool {
+        let all: usize = self.0.iter().map(|(_, tokens)| tokens).sum();
+        let left = self.0.iter().filter(|(outputs, _)| outputs.is_none_or(UnboundedSender::is_closed));
+        let unwanted: usize = left.map(|(_, tokens)| tokens).sum();
+        all < WORTH_A_LOOK || unwanted * 2 < all
+    }
+}
+
 /// The engine's thread.
 struct Runner<F> {
     scheduler: Scheduler,
@@ -346,17 +363,26 @@ impl<F: Forward> Runner<F> {
         let chunks = self.scheduler.chunks();
         self.stalled = chunks.is_empty() && !moved;
         if !chunks.is_empty() {
-            self.forward.forward(&chunks, &mut self.logits);
+            let planned = self.scheduler.planned().map(|(id, tokens)| (self.outputs.get(&id), tokens)).collect();
+            let step = Step(planned);
+            if !self.forward.forward_while(&chunks, &mut self.logits, &|| step.is_worth_its_end()) {
+                // Who left is dropped before the next one.
+                return self.scheduler.give_up_step();
+            }
         }
         let mut outputs = self.scheduler.apply(&mut self.logits);
-        self.hand_over(&mut outputs);
+        let leases = self.hand_over(&mut outputs);
         self.publish_load();
         self.publish_events();
         for (id, output) in outputs {
             let last = !matches!(output, EngineOutput::First { .. } | EngineOutput::Token { .. });
-            if let Some(outputs) = self.outputs.get(&id) {
-                // A receiver that is gone is a cancellation, which the next step sees.
-                let _ = outputs.send(output);
+            // A receiver that is gone is a cancellation, which the next step sees.
+            let told = self.outputs.get(&id).is_some_and(|outputs| outputs.send(output).is_ok());
+            if last
+                && !told
+                && let (Some(exchange), Some(lease)) = (&self.exchange, leases.get(&id))
+            {
+                exchange.end_lease(*lease);
             }
             if last {
                 self.outputs.remove(&id);
@@ -381,8 +407,9 @@ impl<F: Forward> Runner<F> {
         !moves.is_empty()
     }
 
-    /// Leases the blocks of prompts computed for others, and adds to their last outputs how they are fetched.
-    fn hand_over(&mut self, outputs: &mut [(RequestId, EngineOutput)]) {
+    /// Leases the blocks of prompts computed for others, and adds to their last outputs how they are fetched; returns the leases.
+    fn hand_over(&mut self, outputs: &mut [(RequestId, EngineOutput)]) -> HashMap<RequestId, u64> {
+        let mut leases = HashMap::new();
         for Handover { id, hashes, table } in self.scheduler.take_handovers() {
             let wanted = self.outputs.get(&id).is_some_and(|outputs| !outputs.is_closed());
             let granted = match &self.exchange {
@@ -390,7 +417,10 @@ impl<F: Forward> Runner<F> {
                 _ => Err(table),
             };
             let params = match granted {
-                Ok(params) => Some(params),
+                Ok(Granted { lease, params }) => {
+                    leases.insert(id, lease);
+                    Some(params)
+                }
                 Err(table) => {
                     self.scheduler.release(&table);
                     None
@@ -402,6 +432,7 @@ impl<F: Forward> Runner<F> {
                 }
             }
         }
+        leases
     }
 
     fn publish_load(&self) {

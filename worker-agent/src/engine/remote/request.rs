@@ -81,6 +81,7 @@ pub(super) async fn run(
         }
     };
     if let Some(hand_over) = &calls.handed_over {
+        let _until_rid_of_it = shared.lent.token();
         let lent = lend(&shared, &checked, &calls, hand_over, outputs).await;
         return if lent == Lent::GivenUp {
             give_up(&shared, &checked, number).await
@@ -125,13 +126,18 @@ async fn lend(
     shared.leases.lock().insert(hand_over.lease, lent);
     let reused_tokens = reused_blocks(shared, &checked.request) * shared.info.block_size.get();
     let _counted = shared.load.begin(checked.request.token_ids.len() - reused_tokens);
-    let _ = outputs.send(EngineOutput::Prefilled(Prefilled {
+    let told = outputs.send(EngineOutput::Prefilled(Prefilled {
         prompt_tokens: checked.prompt_tokens,
         completion_tokens: checked.request.generated as usize,
         reused_tokens,
         disaggregated_params: Some(hand_over.params.clone()),
     }));
     drop(outputs);
+    if told.is_err() {
+        // Nobody will fetch what nobody was told of, and the server has not been asked yet.
+        shared.leases.lock().remove(&hand_over.lease);
+        return Lent::Ended;
+    }
     let ended = tokio::select! {
         biased;
         _ = given_up => Lent::GivenUp,
@@ -165,6 +171,14 @@ async fn give_up(shared: &Shared, checked: &Checked, number: u64) {
         && let Err(error) = shared.server.call(&call, Stage::Answer, ABORT).await
     {
         tracing::debug!(%error, "the engine was not told that a request is given up");
+    }
+}
+
+/// Time for bringing KV here: half of what the router waits for the first token at most, so that the prompt can still be computed.
+fn fetch_limit(request: &Generate) -> Duration {
+    match request.first_token_ms {
+        0 => FETCH,
+        ms => FETCH.min(Duration::from_millis(ms.into()) / 2),
     }
 }
 
@@ -299,7 +313,7 @@ impl<'a> Answer<'a> {
             self.fall_back(&why);
         }
         if let Some(call) = &calls.fetch
-            && let Err(error) = fetch(self.shared, call, FETCH).await
+            && let Err(error) = fetch(self.shared, call, fetch_limit(request)).await
         {
             self.fall_back(&error);
         }

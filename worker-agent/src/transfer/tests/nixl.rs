@@ -200,7 +200,7 @@ impl Fetches {
         let nixl = self.nixl.clone();
         self.lane.run(async move {
             let address = source.address(nixl::BACKEND).expect("offered");
-            let outcome = nixl.pull(&source, address, &mut into).await;
+            let outcome = nixl.pull(&source, address, &mut into, Instant::now() + LONGEST_PULL).await;
             (outcome, into.received())
         })
     }

@@ -202,6 +202,34 @@ async fn a_worker_with_too_many_connections_says_so() {
         assert!(matches!(answer, Some(Answer::Refused(refused)) if refused.refusal() == Refusal::Busy));
     }
     falls_back(&decoder, &prompt, first, &source, Failure::refused).await;
+    assert_eq!(prefill.leased(), (1, 4), "it could not be told either");
+    drop(silent);
+    until("it is told later, long before the lease expires", || prefill.leased() == (0, 0)).await;
+    prefill.idle().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_fetch_leaves_half_of_the_time_for_the_first_token_to_computing() {
+    let prefill = Node::start(Setup::default()).await;
+    let decoder = Node::start(Setup { timeout: LONG, ..Setup::default() }).await;
+    for (harm, room) in [(Harm::Stall(2 * BLOCK), true), (Harm::Stall(2 * BLOCK), false)] {
+        let prompt = tokens(100, 76 + u64::from(room));
+        let (first, source) = prefill.prefill(&prompt).await;
+        let mut source = Source { lease_ms: LONG.as_millis() as u64, ..source.expect("a lease") };
+        let _proxy = Proxy::before(&mut source, harm).await;
+        // The connection stalls, or there is no room for what it would bring.
+        let held = exchange(&decoder).reserve(blocks(&tokens(16 * 32, 78)), LONG).await.expect("half of the arena");
+        let held = (!room).then_some(held);
+        let began = Instant::now();
+        let request = Generate { first_token_ms: 800, ..decode(&prompt, first, ANSWER, &source) };
+        let (rest, _) = decoder.answer(request).await;
+        assert!(began.elapsed() >= Duration::from_millis(400), "{:?}", began.elapsed());
+        assert_eq!([&[first], &rest[..]].concat(), alone(&prompt).await);
+        drop(held);
+        let reason = if room { Failure::timeout } else { Failure::no_blocks };
+        assert_eq!(decoder.metrics.failures(reason), 1);
+        until("the lease is ended", || prefill.leased() == (0, 0)).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -20,6 +20,13 @@ const MAX_LEASES: usize = 4096;
 /// Says what whoever fetches the blocks must be told. Called on the engine's thread for each lease that begins.
 pub type Describe = dyn Fn(&Arc<Lease>) -> String + Send + Sync;
 
+/// A lease that has begun.
+pub(in crate::engine::builtin) struct Granted {
+    pub(in crate::engine::builtin) lease: u64,
+    /// What whoever fetches the blocks must be told.
+    pub(in crate::engine::builtin) params: String,
+}
+
 /// How blocks are leased.
 pub struct Terms {
     /// How long a lease lasts from its last progress.
@@ -147,8 +154,8 @@ impl Leases {
         self.terms.get_or_init(|| terms);
     }
 
-    /// Describes the lease that `make` makes of `table`; gives `table` back when there is no room, or nobody to serve it.
-    pub(super) fn grant(&self, make: impl FnOnce(u64) -> Lease, table: Vec<BlockId>) -> Result<String, Vec<BlockId>> {
+    /// The lease that `make` makes of `table`, and its description; gives `table` back when there is no room, or nobody to serve it.
+    pub(super) fn grant(&self, make: impl FnOnce(u64) -> Lease, table: Vec<BlockId>) -> Result<Granted, Vec<BlockId>> {
         let Some(terms) = self.terms.get() else { return Err(table) };
         let mut held = self.held.lock();
         let fresh = table.iter().filter(|block| !held.blocks.contains_key(block)).count();
@@ -159,7 +166,7 @@ impl Leases {
         let lease = Arc::new(make(rand::random()));
         held.insert(lease.clone());
         drop(held);
-        Ok((terms.describe)(&lease))
+        Ok(Granted { lease: lease.id, params: (terms.describe)(&lease) })
     }
 
     pub(super) fn get(&self, id: u64) -> Result<Arc<Lease>, LeaseGone> {

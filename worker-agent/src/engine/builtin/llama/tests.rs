@@ -94,6 +94,29 @@ fn cutting_a_prompt_changes_no_bit() {
 }
 
 #[test]
+fn a_step_that_is_given_up_changes_no_bit_of_the_next() {
+    let model = Model::quantized(Quant::Q4_1);
+    let tokens = tokens(60, 4);
+    let blocks = table(0..4);
+    let whole = in_chunks(&mut load(&model), &tokens, &blocks, &[60]);
+    let mut llama = load(&model);
+    let mut logits = in_chunks(&mut llama, &tokens[..20], &blocks, &[20]);
+    for layers in 0..2 {
+        // A step over other tokens of the same positions, which ends after so many layers.
+        let other: Vec<u32> = tokens.iter().rev().copied().collect();
+        let asked = std::cell::Cell::new(0);
+        let worth = || asked.replace(asked.get() + 1) < layers;
+        let chunk = Chunk { tokens: &other[20..], start: 20, blocks: &blocks, logits: Logits::All };
+        let mut none = Vec::new();
+        assert!(!llama.forward_while(&[chunk], &mut none, &worth) && none.is_empty());
+        assert_eq!(asked.get(), layers + 1);
+    }
+    let chunk = Chunk { tokens: &tokens[20..], start: 20, blocks: &blocks, logits: Logits::All };
+    assert!(llama.forward_while(&[chunk], &mut logits, &|| true));
+    assert_same_bits(&logits, &whole);
+}
+
+#[test]
 fn threads_and_block_sizes_change_no_bit() {
     for quant in [Quant::Q8_0, Quant::F16, Quant::Q4K, Quant::Q6K] {
         let model = Model::quantized(quant);

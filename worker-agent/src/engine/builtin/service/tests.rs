@@ -86,6 +86,12 @@ impl<F: Forward> Forward for Gated<F> {
         self.permits.recv_timeout(DEADLINE).expect("the test permits the step in time");
         self.inner.forward(chunks, logits);
     }
+
+    fn forward_while(&mut self, chunks: &[Chunk<'_>], logits: &mut Vec<f32>, worth: &dyn Fn() -> bool) -> bool {
+        self.entered.send(chunks.len()).expect("the test listens");
+        self.permits.recv_timeout(DEADLINE).expect("the test permits the step in time");
+        worth() && self.inner.forward_while(chunks, logits, worth)
+    }
 }
 
 /// A forward pass that fails in its second step.
@@ -134,6 +140,45 @@ async fn a_dropped_receiver_frees_its_blocks_in_one_step() {
     gate.permit();
     assert!(matches!(last(&mut third).await, EngineOutput::Finished(_)));
     assert_eq!(engine.load(), EngineLoad { used_blocks: 4, ..EngineLoad::default() });
+}
+
+/// The tokens of an answer that ends as it should.
+async fn tokens(outputs: &mut UnboundedReceiver<EngineOutput>) -> Vec<u32> {
+    let mut tokens = Vec::new();
+    loop {
+        match next(outputs).await.expect("it ends with Finished") {
+            EngineOutput::First { token, .. } | EngineOutput::Token { token, .. } => tokens.push(token),
+            EngineOutput::Finished(_) => return tokens,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_step_that_is_mostly_for_nobody_is_given_up_and_the_others_lose_nothing_by_it() {
+    // Prompts of two requests that share a step of 64 tokens, whose client leaves, and how many chunks the next step has.
+    for (lengths, leaves, chunks) in [([40, 24], 0, 2), ([40, 24], 1, 1), ([24, 40], 1, 2)] {
+        let (gate, forward) = Gate::new(Shadow::new(64, 4));
+        let engine = start(forward, config(64, 64, 8));
+        let mut before = engine.submit(generate(0..4, 1)).expect("room");
+        gate.entered();
+        let prompts = [generate(0..lengths[0], 1), generate(20..20 + lengths[1], 1)];
+        let mut outputs = prompts.clone().map(|prompt| Some(engine.submit(prompt).expect("room")));
+        gate.permit();
+        assert!(matches!(last(&mut before).await, EngineOutput::Finished(_)));
+        assert_eq!(gate.entered(), 2, "both are in one step");
+        drop(outputs[leaves].take());
+        let mut after = engine.submit(generate(40..44, 1)).expect("room");
+        gate.permit();
+        assert_eq!(gate.entered(), chunks, "{lengths:?} {leaves}: with the one that stays, if it has to begin anew");
+        gate.permit();
+        let stays = 1 - leaves;
+        let answer = tokens(outputs[stays].as_mut().expect("its client")).await;
+        assert_eq!(tokens(&mut after).await.len(), 1);
+        let alone = start(Shadow::new(64, 4), config(64, 64, 8));
+        assert_eq!(answer, tokens(&mut alone.submit(prompts[stays].clone()).expect("room")).await);
+        assert_eq!(engine.load().active_blocks, 0);
+    }
 }
 
 #[tokio::test]
