@@ -13,7 +13,9 @@ pub fn all(answer: &Value) -> String {
     match answer["attempts"].as_array() {
         Some(attempts) => {
             for (number, attempt) in attempts.iter().enumerate() {
-                let _ = writeln!(text, "attempt {}", number + 1);
+                // Each choice of a request is one by itself.
+                let of = attempt["request"].as_str().map_or_else(String::new, |request| format!(" of {request}"));
+                let _ = writeln!(text, "attempt {}{of}", number + 1);
                 text.push_str(&one(attempt));
             }
         }
@@ -156,6 +158,8 @@ mode kv: lowest cost, among 2
             "outcome": {"refusal": "no worker serves the model"}});
         let text = all(&json!({"id": "x", "attempts": [refused, refused]}));
         assert!(text.starts_with("attempt 1\n") && text.contains("attempt 2\n"), "{text}");
+        let choices = all(&json!({"attempts": [{"request": "x-0"}, {"request": "x-1"}]}));
+        assert!(choices.starts_with("attempt 1 of x-0\n") && choices.contains("attempt 2 of x-1\n"), "{choices}");
         assert_eq!(text.matches("refused: no worker serves the model").count(), 2);
     }
 }

@@ -78,7 +78,7 @@ struct Entry {
     rows: usize,
 }
 
-/// The last decisions; the oldest go first. Memory: 64 bytes a row and about 400 a decision.
+/// The last decisions; the oldest go first. Memory: 64 bytes a row and about 600 a decision.
 #[derive(Debug)]
 pub struct DecisionLog {
     entries: VecDeque<Entry>,

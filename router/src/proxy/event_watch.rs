@@ -58,7 +58,7 @@ impl EventWatch {
     }
 
     /// Stored blocks were of the size that prompts are cut into, or of another one. True when that is another one just now.
-    pub(super) fn is_of_other_size(&self, other: bool) -> bool {
+    pub(super) fn note_size(&self, other: bool) -> bool {
         let before = self.other_size.swap(other, Relaxed);
         if before != other {
             self.changed.notify_one();
@@ -97,9 +97,9 @@ mod tests {
     #[test]
     fn another_size_is_told_when_it_begins_and_ends() {
         let watch = EventWatch::new(Duration::ZERO, Arc::default());
-        assert!(!watch.is_of_other_size(false) && watch.is_of_other_size(true) && !watch.is_of_other_size(true));
+        assert!(!watch.note_size(false) && watch.note_size(true) && !watch.note_size(true));
         assert_eq!(watch.trouble(), Some(Trouble::BlockSize));
-        assert!(!watch.is_of_other_size(false));
+        assert!(!watch.note_size(false));
         assert_eq!(watch.trouble(), None);
     }
 }

@@ -175,7 +175,7 @@ pub(super) fn answer_id(json: &[u8]) -> Option<String> {
         Some(rest) => serde_json::Deserializer::from_slice(rest).into_iter::<Option<String>>().next()?.ok()?,
         None => serde_json::from_slice::<Identity>(json).ok()?.id,
     };
-    id.filter(|id| id.len() <= MOST_ID)
+    id.filter(|id| (1..=MOST_ID).contains(&id.len()))
 }
 
 #[derive(Deserialize)]
@@ -268,7 +268,7 @@ mod tests {
             assert_eq!(answer_id(json.as_bytes()).as_deref(), Some("chatcmpl-1"), "{json}");
         }
         let long = format!("{{\"id\":\"{}\"}}", "x".repeat(MOST_ID + 1));
-        for json in ["", "{", "[DONE]", r#"{"id":7}"#, r#"{"id":null}"#, r#"{"object":"x"}"#, &long] {
+        for json in ["", "{", "[DONE]", r#"{"id":""}"#, r#"{"id":7}"#, r#"{"id":null}"#, r#"{"object":"x"}"#, &long] {
             assert_eq!(answer_id(json.as_bytes()), None, "{json}");
         }
         let mut tap = EventTap::new(1, false);

@@ -100,7 +100,7 @@ impl Sink for Indexed {
     async fn forget(&mut self) {
         self.ranks.clear();
         // It may be another engine now.
-        self.server.watch.is_of_other_size(false);
+        self.server.watch.note_size(false);
         self.cluster.index.remove_worker(self.server.id).await;
     }
 
@@ -140,11 +140,11 @@ impl Indexed {
         });
         let (Some(theirs), false) = (other_size, stored) else {
             if stored {
-                self.server.watch.is_of_other_size(false);
+                self.server.watch.note_size(false);
             }
             return;
         };
-        if self.server.watch.is_of_other_size(true) {
+        if self.server.watch.note_size(true) {
             let ours = self.block_size.get();
             tracing::warn!(
                 worker = %self.server.name, theirs, ours,

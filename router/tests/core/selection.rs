@@ -35,7 +35,8 @@ async fn a_decision_takes_no_hop_to_another_task() {
     let worker = cluster.worker("a").await;
     worker.store(&prompt(1, 4));
     cluster.until_equal(&worker).await;
-    let request = Generate { request_id: "r".into(), model: MODEL.into(), token_ids: prompt(1, 4), ..Generate::default() };
+    let request =
+        Generate { request_id: "r".into(), model: MODEL.into(), token_ids: prompt(1, 4), ..Generate::default() };
     let mut dispatch = std::pin::pin!(cluster.backend().generate(request, RouteOptions::default()));
     // Nothing else runs on this thread meanwhile, and what the threads of the index do is not waited for.
     assert!(futures::poll!(&mut dispatch).is_pending(), "the worker has not answered");

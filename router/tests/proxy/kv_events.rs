@@ -239,9 +239,8 @@ async fn beside_events_a_prompt_counts_as_held_until_its_events_come() {
     let events = format!("--kv-events-endpoints={}={}", server.url(), engine.address);
     let path = format!("--model-path={}", model.path().display());
     let router = Router::start(&[&server], &[&events, &path, "--router-predicted-ttl-secs=100"]).await;
-    let reused = async || -> u32 {
-        router.chat(says(TEXT)).await.header("x-armature-reused-blocks").parse().expect("a number")
-    };
+    let reused =
+        async || -> u32 { router.chat(says(TEXT)).await.header("x-armature-reused-blocks").parse().expect("a number") };
     assert_eq!(reused().await, 0);
     let noted = async {
         let mut ticks = tokio::time::interval(std::time::Duration::from_millis(5));

@@ -149,7 +149,10 @@ async fn in_direct_mode_a_request_without_a_worker_is_told_how_to_name_one() {
     let router = Router::start(&[&server], &["--router-mode=direct"]).await;
     let error = router.chat(json!({})).await.error();
     assert_eq!((error.0, error.1.as_deref()), (400, Some("x-armature-worker")));
-    assert_eq!(router.chat_at(&protocol::metadata::instance_id(&server.url()).to_string(), &json!({})).await.status, 200);
+    assert_eq!(
+        router.chat_at(&protocol::metadata::instance_id(&server.url()).to_string(), &json!({})).await.status,
+        200
+    );
 }
 
 #[tokio::test]

@@ -88,9 +88,9 @@ fn predict_within(bytes: usize, prompts: u64, blocks: u64) {
 
 #[test]
 fn memory_is_bounded_and_the_oldest_prediction_of_all_ranks_goes_first() {
-    predict_within(2 << 20, 30_000, 1);
-    predict_within(2 << 20, 6000, 20);
-    predict_within(8 << 20, 1000, 500);
+    predict_within(2 << 20, 10_000, 1);
+    predict_within(2 << 20, 4500, 20);
+    predict_within(4 << 20, 1500, 200);
 }
 
 #[test]
