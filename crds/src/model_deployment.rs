@@ -13,7 +13,8 @@ use serde::{Deserialize, Serialize};
 use crate::source::{SOURCE_MESSAGE, SOURCE_RULE};
 use crate::worker_pool::{Role, WorkerTemplate};
 pub use router::{
-    ApproximateCachePolicy, ConditionalDisagg, Deadlines, Frontend, KvIndex, PrefillMode, QueuePolicy, Router, RouterMode,
+    ApproximateCachePolicy, ConditionalDisagg, Deadlines, Frontend, KvIndex, PrefillMode, QueuePolicy, Router,
+    RouterMode,
 };
 
 /// A model and how it is served.
