@@ -41,7 +41,7 @@ fn fields() -> Value {
         "queueThreshold": 1.5, "queuePolicy": "lcfs", "queueLimit": 10, "queueTimeoutSeconds": 5, "decisions": 100,
         "migrationLimit": 2, "prefillMode": "least-loaded",
         "conditionalDisagg": {"effIslThreshold": 100, "effIslRatioThreshold": 0.5, "prefillBusyThreshold": 9},
-        "index": {"eventThreads": 2, "bytes": "64Mi", "checkSeconds": 5, "predictedTtlSeconds": 0.5},
+        "index": {"eventThreads": 2, "bytes": "64Mi", "checkSeconds": 5, "predictedTtlSeconds": 2},
         "deadlines": {"connectSeconds": 1, "firstTokenSeconds": 60, "tokenSeconds": 30},
         "activeRequestExpirySeconds": 60,
         "frontend": {

@@ -1,7 +1,9 @@
 //! A router, and an agent beside each of some servers, that find each other in a directory.
 
-use std::net::TcpListener;
+use std::net::{Ipv4Addr, TcpListener};
+use std::ops::Range;
 use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
 use hyper::{Method, StatusCode};
@@ -16,9 +18,20 @@ const START: Duration = Duration::from_secs(60);
 /// An answer, on a machine that is busy with other things.
 const ANSWER: Duration = Duration::from_secs(120);
 
+/// Ports below those that the system gives to connections: one of these stays free until the process that is told of it listens,
+/// which may take a server half a minute.
+const PORTS: Range<u32> = 20_000..32_000;
+
 /// A port that is free now; nobody else takes it in this test.
 pub fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port").port()
+    static TAKEN: AtomicU32 = AtomicU32::new(0);
+    // Tests of other processes begin elsewhere.
+    let first = std::process::id().wrapping_mul(97);
+    let free = std::iter::repeat_with(|| first.wrapping_add(TAKEN.fetch_add(1, Relaxed)) % PORTS.len() as u32)
+        .take(PORTS.len())
+        .filter_map(|offset| u16::try_from(PORTS.start + offset).ok())
+        .find(|port| TcpListener::bind((Ipv4Addr::UNSPECIFIED, *port)).is_ok());
+    free.expect("a free port")
 }
 
 /// A worker beside a server.

@@ -1,6 +1,5 @@
 //! Decode workers first and prefill workers later, with traffic all the time: no request is worse off than told to try again.
 
-use std::net::TcpListener;
 use std::sync::Arc;
 
 use tokio::task::JoinHandle;
@@ -77,8 +76,7 @@ fn worker(role: &str, discovery: &Path) -> Armature {
 #[tokio::test]
 async fn while_the_prefill_pool_comes_late_requests_are_answered_or_to_be_tried_again() {
     let folder = tempfile::tempdir().expect("a folder");
-    let port = TcpListener::bind("127.0.0.1:0").and_then(|free| free.local_addr()).expect("a free port").port();
-    let (port, path) = (port.to_string(), folder.path().to_str().expect("a plain path"));
+    let (port, path) = (free_port().to_string(), folder.path().to_str().expect("a plain path"));
     let mut arguments = vec!["router", "--http-host", "127.0.0.1", "--http-port", &port];
     arguments.extend(["--discovery-backend", "file", "--discovery-dir", path]);
     let _router = Armature::start(&arguments).expect("starts");

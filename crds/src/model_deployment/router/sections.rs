@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::quantity::Bytes;
 
 /// What the router knows of the workers' KV blocks.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct KvIndex {
     /// Threads that apply KV events; 4 where missing.
@@ -23,8 +23,8 @@ pub struct KvIndex {
     pub check_seconds: Option<i64>,
     /// Beside KV events, take a worker to hold what was sent to it for so many seconds: bridges the time until its events come.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 0.001))]
-    pub predicted_ttl_seconds: Option<f64>,
+    #[schemars(range(min = 1))]
+    pub predicted_ttl_seconds: Option<i64>,
     /// Without KV events: life of a guess about a worker's cache, in seconds; 120 where missing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1))]
