@@ -218,9 +218,9 @@ impl Config {
             (DiscoveryBackend::File, None) => {
                 Err(ConfigError::new("--discovery-backend file needs --discovery-dir DIR"))
             }
-            (_, Some(_)) => Err(ConfigError::new(
-                "--discovery-backend kubernetes and --discovery-dir contradict each other; drop one",
-            )),
+            (_, Some(_)) => {
+                Err(ConfigError::new("--discovery-dir needs --discovery-backend file; add that, or drop it"))
+            }
             (_, None) => {
                 Ok(Source::Kubernetes { namespace: self.namespace.clone(), deployment: self.deployment.clone() })
             }
@@ -230,9 +230,12 @@ impl Config {
     /// A flag that was given and does nothing where requests go to OpenAI servers as they are.
     fn of_agents(&self) -> Option<&'static str> {
         let given = [
-            (self.migration_limit.is_some(), "--migration-limit"),
-            (self.disaggregation.router_prefill_mode.is_some(), "--router-prefill-mode"),
-            (self.disaggregation.router_conditional_disagg, "--router-conditional-disagg"),
+            (self.migration_limit.is_some(), "--migration-limit (DYN_MIGRATION_LIMIT)"),
+            (self.disaggregation.router_prefill_mode.is_some(), "--router-prefill-mode (ARMATURE_ROUTER_PREFILL_MODE)"),
+            (
+                self.disaggregation.router_conditional_disagg,
+                "--router-conditional-disagg (DYN_ROUTER_CONDITIONAL_DISAGG)",
+            ),
         ];
         given.into_iter().find_map(|(given, flag)| given.then_some(flag))
     }
@@ -284,7 +287,7 @@ mod tests {
         for backend in [&[] as &[&str], &["--discovery-backend=kubernetes"]] {
             assert_eq!(
                 wrong(&[backend, &["--discovery-dir=d"]].concat()),
-                "--discovery-backend kubernetes and --discovery-dir contradict each other; drop one"
+                "--discovery-dir needs --discovery-backend file; add that, or drop it"
             );
         }
         for flag in ["--migration-limit=1", "--router-prefill-mode=kv", "--router-conditional-disagg"] {

@@ -20,6 +20,8 @@ const MAPPED: usize = 4 << 20;
 mod glibc {
     use std::ffi::{c_int, c_void};
 
+    use parking_lot::Mutex;
+
     const M_TRIM_THRESHOLD: c_int = -1;
     const M_MMAP_THRESHOLD: c_int = -3;
     const M_ARENA_MAX: c_int = -8;
@@ -33,8 +35,12 @@ mod glibc {
         fn free(memory: *mut c_void);
     }
 
+    /// For one thread after the other: what one sets another may be about to take back.
+    static SETTING: Mutex<()> = Mutex::new(());
+
     fn set(parameter: c_int, value: usize) {
-        // SAFETY: the signature is glibc's; the function may be called at any time, from any thread, with any value.
+        // SAFETY: the signature is glibc's, and any value is good. It writes one aligned word, under a lock of glibc's; threads that
+        // allocate meanwhile read the word before or after, and give back a heap's end a little sooner or later.
         unsafe { mallopt(parameter, c_int::try_from(value).unwrap_or(c_int::MAX)) };
     }
 
@@ -45,6 +51,7 @@ mod glibc {
     }
 
     pub(super) fn give_back_end() {
+        let _one = SETTING.lock();
         set(M_TRIM_THRESHOLD, 0);
         // SAFETY: the signatures are glibc's; what is allocated is freed, once, and never read. `black_box` keeps both.
         unsafe { free(std::hint::black_box(malloc(LARGE))) };

@@ -81,6 +81,8 @@ pub enum EngineOutput {
         code: ErrorCode,
         /// One line, for a person.
         message: String,
+        /// Nothing was done for it, and nothing fetched.
+        not_begun: bool,
     },
 }
 

@@ -392,7 +392,8 @@ impl Fetcher {
 
     /// Tells the other worker that its blocks will not be fetched.
     async fn release(&self, source: &Source, request_id: &str) {
-        for pause in RELEASE {
+        for pause in std::iter::once(Duration::ZERO).chain(RELEASE) {
+            tokio::time::sleep(pause).await;
             let mut busy = false;
             for (transport, address) in self.ways(source) {
                 match transport.release(source, address).await {
@@ -406,7 +407,6 @@ impl Fetcher {
             if !busy {
                 return;
             }
-            tokio::time::sleep(pause).await;
         }
     }
 

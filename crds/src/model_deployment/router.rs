@@ -12,14 +12,20 @@ pub use sections::{ApproximateCachePolicy, Deadlines, Frontend, KvIndex};
 
 /// Guesses about caches are for routers that are told nothing of them.
 const GUESSES_RULE: &str = "!has(self.index) || !(has(self.index.ttlSeconds) || has(self.index.approximateCachePolicy)) || \
-    (has(self.kvEvents) && !self.kvEvents)";
+    (has(self.kvEvents) && !self.kvEvents && !(has(self.loadAware) && self.loadAware))";
+
+/// A prediction bridges the time until an event comes.
+const PREDICTED_RULE: &str = "!has(self.index) || !has(self.index.predictedTtlSeconds) || \
+    ((!has(self.kvEvents) || self.kvEvents) && !(has(self.loadAware) && self.loadAware))";
 
 /// The routers: how many, and how they choose. What is missing keeps the router's own default.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
     validation = Rule::new(GUESSES_RULE)
-        .message("index.ttlSeconds and index.approximateCachePolicy are for routers without KV events: set kvEvents: false")
+        .message("index.ttlSeconds and index.approximateCachePolicy are for routers without KV events: set kvEvents: false, without loadAware"),
+    validation = Rule::new(PREDICTED_RULE)
+        .message("index.predictedTtlSeconds is for routers that follow KV events: drop it, or kvEvents: false and loadAware")
 )]
 pub struct Router {
     /// Router pods; 1 where missing.

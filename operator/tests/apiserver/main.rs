@@ -35,6 +35,14 @@ async fn invalid_objects_are_refused_with_a_clear_message() {
         (json!({"model": source, "router": {"overlapScoreCredit": 1.5}}), "less than or equal to 1"),
         (json!({"model": source, "router": {"mode": "magic"}}), "Unsupported value"),
         (json!({"model": source, "router": {"index": {"ttlSeconds": 9}}}), "set kvEvents: false"),
+        (
+            json!({"model": source, "router": {"loadAware": true, "index": {"predictedTtlSeconds": 2}}}),
+            "follow KV events",
+        ),
+        (
+            json!({"model": source, "router": {"kvEvents": false, "index": {"ttlSeconds": 9, "approximateCachePolicy": "lru"}}}),
+            "ttlSeconds is for approximateCachePolicy ttl",
+        ),
         (json!({"model": source, "router": {"index": {"predictedTtlSeconds": 0}}}), "greater than or equal to 1"),
         (json!({"model": source, "plans": 3}), "unknown field \"spec.plans\""),
     ];

@@ -175,22 +175,32 @@ impl Migration {
         let mut leg = self.attempts.run(job).await;
         let given_up = fetchable && !job.ask.fetches;
         let others = || fetchable && self.attempts.cluster.view.load().set.mixes_kv();
-        if leg.as_ref().is_err_and(|error| !job.losses.is_over() && is_of_workers(error)) {
-            if given_up && job.request.generated == 0 && !self.anew {
-                (outcome, self.anew) = ("once more", true);
-                drop((kept, booking));
-                leg = self.attempts.run_halves_anew(job, worker).await;
-            } else if !given_up && others() {
-                outcome = "kv differs";
-                job.join();
-                leg = self.attempts.run(job).await;
+        leg = match leg {
+            Err(error) if !job.losses.is_over() && is_of_workers(&error) => {
+                if given_up && job.request.generated == 0 && !self.anew && self.attempts.may_decode(&job.ask) {
+                    (outcome, self.anew) = ("once more", true);
+                    drop((kept, booking));
+                    self.attempts.run_halves_anew(job, worker, error).await
+                } else if !given_up && others() {
+                    outcome = "kv differs";
+                    job.join();
+                    self.attempts.run(job).await
+                } else {
+                    Err(error)
+                }
             }
-        } else if given_up {
-            outcome = "not fetched";
-        } else if leg.is_ok() {
-            // The worker that answers has fetched it, or ended the lease itself.
-            kept.taken();
-        }
+            leg if given_up => {
+                outcome = "not fetched";
+                leg
+            }
+            leg => {
+                if leg.is_ok() {
+                    // The worker that answers has fetched it, or ended the lease itself.
+                    kept.taken();
+                }
+                leg
+            }
+        };
         self.attempts.count(if leg.is_ok() { outcome } else { "no decode worker" });
         self.moved = true;
         (self, leg)

@@ -108,18 +108,35 @@ impl Attempts {
     }
 
     /// Splits a request anew that lost what its first half had kept, at the worker `first`, before anything was delivered of it.
-    /// Which of the two halves failed is not known: so `first` is asked again only if there is no other.
-    pub(super) async fn run_halves_anew(&self, job: &mut Job, first: WorkerId) -> Result<Leg, DispatchError> {
+    /// Which of the two halves failed is not known: so `first` is asked again only if there is no other. If nobody is there any
+    /// more, it fails with `error`, which says more.
+    pub(super) async fn run_halves_anew(
+        &self,
+        job: &mut Job,
+        first: WorkerId,
+        error: DispatchError,
+    ) -> Result<Leg, DispatchError> {
         let plan = self.plan(&job.ask, &self.cluster.view.load_full(), None)?;
-        let Plan::Split(partners) = plan else { return self.run(job).await };
-        job.split(self.prefill_mode, partners.clone());
-        match self.run(job).await {
-            Err(error) if !job.losses.is_over() && is_of_workers(&error) => {
-                job.ask.forgive(first);
-                self.run_halves(job, partners).await
+        let leg = match plan {
+            Plan::Whole(_) => self.run(job).await,
+            Plan::Split(partners) => {
+                job.split(self.prefill_mode, partners.clone());
+                match self.run(job).await {
+                    Err(error) if !job.losses.is_over() && is_of_workers(&error) => {
+                        job.ask.forgive(first);
+                        self.run_halves(job, partners).await
+                    }
+                    leg => leg,
+                }
             }
-            leg => leg,
-        }
+        };
+        leg.map_err(|later| if matches!(later, DispatchError::NoWorker { .. }) { error } else { later })
+    }
+
+    /// Whether there is a worker for the answer of this request, now or after a wait.
+    pub(super) fn may_decode(&self, ask: &Ask) -> bool {
+        let outcome = self.placement.peek(&self.cluster.view.load().set, &ask.request(), &self.held(ask));
+        matches!(outcome, Ok(_) | Err(Refusal::Saturated))
     }
 
     /// Why a request stays whole although it could be split. Cost: a decision that is not booked, and another one where it is to be

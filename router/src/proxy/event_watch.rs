@@ -5,7 +5,6 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use kv_hashing::SequenceHash;
@@ -20,8 +19,8 @@ const RECENT: usize = 32;
 /// Watches the events of one server.
 pub(super) struct EventWatch {
     silence: Silence,
-    /// Its blocks are of another size than those that prompts are cut into.
-    other_size: AtomicBool,
+    /// Whether its blocks are of another size than those that prompts are cut into, as far as is known.
+    other_size: Mutex<Option<bool>>,
     /// Last blocks of the prompts counted lately, which stand for all before them.
     counted: Mutex<VecDeque<SequenceHash>>,
     /// Notified when something begins or ends to be wrong.
@@ -32,7 +31,7 @@ impl EventWatch {
     /// Nothing is wrong. Events may be on their way for as long as `patience`.
     pub(super) fn new(patience: Duration, changed: Arc<Notify>) -> Self {
         let silence = Silence::new(patience, changed.clone());
-        Self { silence, other_size: AtomicBool::new(false), counted: Mutex::default(), changed }
+        Self { silence, other_size: Mutex::default(), counted: Mutex::default(), changed }
     }
 
     /// The server has answered a prompt of these blocks, of which it was known to hold the first `known`. The last block is computed
@@ -57,20 +56,31 @@ impl EventWatch {
         self.silence.heard();
     }
 
-    /// Stored blocks were of the size that prompts are cut into, or of another one. True when that is another one just now.
+    /// Stored blocks were of the size that prompts are cut into, or of another one. True when that is another one just now. One of
+    /// our size settles it: others beside it are of a tier that counts otherwise.
     pub(super) fn note_size(&self, other: bool) -> bool {
-        let before = self.other_size.swap(other, Relaxed);
-        if before != other {
+        let mut known = self.other_size.lock();
+        if *known == Some(other) || *known == Some(false) {
+            return false;
+        }
+        if known.replace(other).is_some() || other {
             self.changed.notify_one();
         }
-        other && !before
+        other
+    }
+
+    /// It may be another engine now.
+    pub(super) fn forget_size(&self) {
+        if self.other_size.lock().take() == Some(true) {
+            self.changed.notify_one();
+        }
     }
 
     /// What is wrong.
     pub(super) fn trouble(&self) -> Option<Trouble> {
-        match self.other_size.load(Relaxed) {
-            true => Some(Trouble::BlockSize),
-            false => self.silence.is_silent().then_some(Trouble::Silence),
+        match *self.other_size.lock() {
+            Some(true) => Some(Trouble::BlockSize),
+            _ => self.silence.is_silent().then_some(Trouble::Silence),
         }
     }
 }
@@ -97,9 +107,13 @@ mod tests {
     #[test]
     fn another_size_is_told_when_it_begins_and_ends() {
         let watch = EventWatch::new(Duration::ZERO, Arc::default());
-        assert!(!watch.note_size(false) && watch.note_size(true) && !watch.note_size(true));
+        assert!(watch.note_size(true) && !watch.note_size(true));
         assert_eq!(watch.trouble(), Some(Trouble::BlockSize));
-        assert!(!watch.note_size(false));
+        assert!(!watch.note_size(false) && !watch.note_size(true), "ours came: the others are of a lower tier");
+        assert_eq!(watch.trouble(), None);
+        watch.forget_size();
+        assert!(watch.note_size(true));
+        watch.forget_size();
         assert_eq!(watch.trouble(), None);
     }
 }

@@ -30,6 +30,7 @@ pub(super) fn start(proxy: &Proxy, server: &Arc<Server>, stop: &CancellationToke
         server: server.clone(),
         cluster: proxy.cluster.clone(),
         block_size: proxy.settings.block_size,
+        total_blocks: proxy.settings.total_blocks,
         ranks: BTreeMap::new(),
         unbound: false,
         stop: stop.clone(),
@@ -48,6 +49,8 @@ struct Indexed {
     server: Arc<Server>,
     cluster: Arc<Cluster>,
     block_size: BlockSize,
+    /// What the engine has room for, where that is said.
+    total_blocks: Option<u32>,
     /// By data-parallel rank.
     ranks: BTreeMap<u32, Translator>,
     /// Somebody has been told that the port is taken.
@@ -99,9 +102,12 @@ impl Sink for Indexed {
 
     async fn forget(&mut self) {
         self.ranks.clear();
-        // It may be another engine now.
-        self.server.watch.note_size(false);
+        self.server.watch.forget_size();
         self.cluster.index.remove_worker(self.server.id).await;
+        if let Some(blocks) = self.total_blocks {
+            let (rank, most) = (self.server.rank(), kv_index::MAX_RANK_BLOCKS);
+            self.cluster.index.expect(rank, Some(blocks as usize), most, &self.stop).await;
+        }
     }
 
     fn note(&mut self, note: Note) {
@@ -135,7 +141,8 @@ impl Indexed {
     fn judge(&self, refused: &[Refused], stored: bool) {
         refused.iter().for_each(|refused| self.refuse(refused.label()));
         let other_size = refused.iter().find_map(|refused| match refused {
-            Refused::BlockSize(theirs) => Some(*theirs),
+            // Some tiers say nothing of theirs.
+            Refused::BlockSize(theirs) if *theirs > 0 => Some(*theirs),
             _ => None,
         });
         let (Some(theirs), false) = (other_size, stored) else {

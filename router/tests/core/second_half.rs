@@ -118,6 +118,11 @@ async fn the_only_decode_worker_is_asked_again_after_a_prefill_server_was_lost_a
     let ended = drain(cluster.generate(&tokens()).await.expect("routed")).await.1;
     assert!(matches!(ended, Err(DispatchError::Worker { .. })), "{ended:?}");
     assert_eq!((prefill.requests().len(), decode.requests().len()), (4, 4), "twice more, and then it is over");
+
+    decode.behave(Behaviour::Fail(ErrorCode::Overloaded));
+    let ended = drain(cluster.generate(&tokens()).await.expect("routed")).await.1;
+    assert!(matches!(ended, Err(DispatchError::Overloaded(_))), "{ended:?}");
+    assert_eq!((prefill.requests().len(), decode.requests().len()), (5, 5), "nobody else could go on");
     assert_eq!(cluster.metric("armature_router_requests_in_flight"), 0.0);
 }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use tokio::task::JoinHandle;
 
 use super::*;
+use integration_tests::system::free_port;
 
 /// What became of requests so far.
 #[derive(Default)]

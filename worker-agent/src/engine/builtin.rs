@@ -118,10 +118,10 @@ pub trait Forward: Send {
     /// Appends one row of `vocab` logits to `logits` for each position wanted, in the order of the chunks.
     fn forward(&mut self, chunks: &[Chunk<'_>], logits: &mut Vec<f32>);
 
-    /// As [`Self::forward`], but gives the step up when `worth`, asked now and then in the middle of it, says that it is not worth
-    /// its end. False then: there are no logits, and KV of the chunks' positions may be written or not. A pass that cannot stop
-    /// half-way goes on to the end.
-    fn forward_while(&mut self, chunks: &[Chunk<'_>], logits: &mut Vec<f32>, _worth: &dyn Fn() -> bool) -> bool {
+    /// As [`Self::forward`], but gives the step up when `worth`, asked now and then in the middle of it with the share of it that
+    /// is done, says that it is not worth its end. False then: there are no logits, and KV of the chunks' positions may be written
+    /// or not. A pass that cannot stop half-way goes on to the end.
+    fn forward_while(&mut self, chunks: &[Chunk<'_>], logits: &mut Vec<f32>, _worth: &dyn Fn(f64) -> bool) -> bool {
         self.forward(chunks, logits);
         true
     }

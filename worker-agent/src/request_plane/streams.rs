@@ -19,6 +19,7 @@ use protocol::request_plane::{
     server_frame::Body,
 };
 use tokio::sync::mpsc;
+use tokio::sync::mpsc::error::TryRecvError;
 
 use super::failed;
 use crate::drain::Admitted;
@@ -272,14 +273,14 @@ impl Stream {
                 Some(Body::Finished(self.account.hand_over(prefilled)))
             }
             Some(EngineOutput::Failed(message)) => Some(self.fail(Ending::failed, message)),
-            Some(EngineOutput::Refused { code, message }) => {
+            Some(EngineOutput::Refused { code, message, not_begun }) => {
                 self.account.end(match code {
                     ErrorCode::InvalidRequest => Ending::invalid,
                     ErrorCode::Overloaded => Ending::overloaded,
                     ErrorCode::Draining => Ending::draining,
                     _ => Ending::failed,
                 });
-                Some(Body::Failed(Failed { code: code.into(), message, not_begun: false }))
+                Some(Body::Failed(Failed { code: code.into(), message, not_begun }))
             }
             None => Some(self.fail(Ending::failed, "the engine gave the request up".into())),
         }
@@ -294,12 +295,17 @@ impl Stream {
     /// Cancels the request. The lease of what the engine has kept of it, if nobody was told: none is granted any more.
     fn give_up(mut self) -> Option<u64> {
         self.outputs.close();
-        while let Ok(output) = self.outputs.try_recv() {
-            if let EngineOutput::Prefilled(Prefilled { disaggregated_params: Some(params), .. }) = output {
-                return transfer::Source::lease_of(&params);
+        loop {
+            match self.outputs.try_recv() {
+                Ok(EngineOutput::Prefilled(Prefilled { disaggregated_params: Some(params), .. })) => {
+                    return transfer::Source::lease_of(&params);
+                }
+                Ok(_) => {}
+                // Closed and not at its end: the engine is putting in what it has begun to send.
+                Err(TryRecvError::Empty) => std::thread::yield_now(),
+                Err(TryRecvError::Disconnected) => return None,
             }
         }
-        None
     }
 
     fn fail(&mut self, ending: Ending, message: String) -> Body {

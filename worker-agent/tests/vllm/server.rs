@@ -99,7 +99,7 @@ pub async fn answer(outputs: mpsc::UnboundedReceiver<EngineOutput>) -> (Vec<u32>
 pub fn code(last: EngineOutput) -> (ErrorCode, String) {
     match last {
         EngineOutput::Failed(message) => (ErrorCode::Engine, message),
-        EngineOutput::Refused { code, message } => (code, message),
+        EngineOutput::Refused { code, message, .. } => (code, message),
         other => panic!("{other:?}"),
     }
 }

@@ -1,13 +1,19 @@
 //! Parts of the router section that few need: the KV index, deadlines of requests, the HTTP frontend.
 
+use kube::KubeSchema;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::quantity::Bytes;
 
+/// A guess ends by age or by want of room.
+const POLICY_RULE: &str =
+    "!has(self.ttlSeconds) || !has(self.approximateCachePolicy) || self.approximateCachePolicy != 'lru'";
+
 /// What the router knows of the workers' KV blocks.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new(POLICY_RULE).message("ttlSeconds is for approximateCachePolicy ttl: drop one"))]
 pub struct KvIndex {
     /// Threads that apply KV events; 4 where missing.
     #[serde(default, skip_serializing_if = "Option::is_none")]

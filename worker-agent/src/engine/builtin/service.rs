@@ -106,6 +106,7 @@ impl BuiltIn {
             events,
             logits: Vec::new(),
             stalled: false,
+            gave_up: false,
             started: Instant::now(),
             tiers,
         };
@@ -218,13 +219,21 @@ const WORTH_A_LOOK: usize = 32;
 struct Step<'a>(Vec<(Option<&'a UnboundedSender<EngineOutput>>, usize)>);
 
 impl Step<'_> {
-    /// A long step is given up when nobody waits any more for half of its tokens. Then the others lose less than those who left
-    /// would have cost them, and each such loss is paid by somebody who leaves: the engine gets on, whoever comes and goes.
-    fn is_worth_its_end(&self) -> bool {
-        let all: usize = self.0.iter().map(|(_, tokens)| tokens).sum();
-        let left = self.0.iter().filter(|(outputs, _)| outputs.is_none_or(UnboundedSender::is_closed));
-        let unwanted: usize = left.map(|(_, tokens)| tokens).sum();
-        all < WORTH_A_LOOK || unwanted * 2 < all
+    fn tokens(&self) -> usize {
+        self.0.iter().map(|(_, tokens)| tokens).sum()
+    }
+
+    /// Those that somebody waits for.
+    fn wanted(&self) -> usize {
+        let wanted = self.0.iter().filter(|(outputs, _)| outputs.is_some_and(|outputs| !outputs.is_closed()));
+        wanted.map(|(_, tokens)| tokens).sum()
+    }
+
+    /// A long step is given up where that costs the others less than its end: they compute again what is done of theirs, and need
+    /// not wait for what is left of the tokens that nobody waits for.
+    fn is_worth_its_end(&self, done: f64) -> bool {
+        let (all, wanted) = (self.tokens(), self.wanted());
+        all < WORTH_A_LOOK || (all - wanted) as f64 * (1.0 - done) <= wanted as f64 * done
     }
 }
 
@@ -243,6 +252,8 @@ struct Runner<F> {
     logits: Vec<f32>,
     /// There are requests, but the last step could compute nothing: they wait for blocks that others hold.
     stalled: bool,
+    /// The last step was given up. The next one is not while somebody waits for it: the engine gets on, whoever comes and goes.
+    gave_up: bool,
     /// The scheduler's clock begins here.
     started: Instant,
     tiers: Option<Tiers>,
@@ -364,8 +375,10 @@ impl<F: Forward> Runner<F> {
         self.stalled = chunks.is_empty() && !moved;
         if !chunks.is_empty() {
             let planned = self.scheduler.planned().map(|(id, tokens)| (self.outputs.get(&id), tokens)).collect();
-            let step = Step(planned);
-            if !self.forward.forward_while(&chunks, &mut self.logits, &|| step.is_worth_its_end()) {
+            let (step, again) = (Step(planned), self.gave_up);
+            let worth = |done| step.is_worth_its_end(done) || again && step.wanted() > 0;
+            self.gave_up = !self.forward.forward_while(&chunks, &mut self.logits, &worth);
+            if self.gave_up {
                 // Who left is dropped before the next one.
                 return self.scheduler.give_up_step();
             }

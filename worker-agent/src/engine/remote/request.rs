@@ -76,7 +76,11 @@ pub(super) async fn run(
     let calls = match shared.dialect.calls(&checked.request, number) {
         Ok(calls) => calls,
         Err(refusal) => {
-            let _ = outputs.send(Trouble::Refused(refusal).told(&shared).await);
+            let mut told = Trouble::Refused(refusal).told(&shared).await;
+            if let EngineOutput::Refused { not_begun, .. } = &mut told {
+                *not_begun = true;
+            }
+            let _ = outputs.send(told);
             return;
         }
     };
@@ -208,6 +212,8 @@ enum Trouble {
     Http(HttpError),
     /// The server said so.
     Refused(Refusal),
+    /// The server said so instead of beginning.
+    TurnedAway(Refusal),
     /// The server gave the request up, for this reason.
     GivenUp(String),
     /// The answer ends without an end.
@@ -228,18 +234,24 @@ impl Trouble {
         let suspicious = match &self {
             Self::Lost => true,
             Self::Http(error) => !matches!(error, HttpError::TooLarge(_)),
-            Self::GivenUp(_) | Self::CutOff | Self::Refused(Refusal::Failed(_)) => true,
-            Self::Refused(_) | Self::Unreadable(_) => false,
+            Self::GivenUp(_) | Self::CutOff => true,
+            Self::Refused(refusal) | Self::TurnedAway(refusal) => matches!(refusal, Refusal::Failed(_)),
+            Self::Unreadable(_) => false,
         };
         if suspicious && (matches!(self, Self::Lost) || shared.is_lost().await) {
             let why = shared.loss.get().map_or_else(|| "no reason is known".to_owned(), ToString::to_string);
-            return EngineOutput::Refused { code: ErrorCode::Draining, message: format!("the engine is lost: {why}") };
+            let message = format!("the engine is lost: {why}");
+            return EngineOutput::Refused { code: ErrorCode::Draining, message, not_begun: false };
         }
+        // Who is full fetches nothing first; of other refusals that is not known.
+        let not_begun = matches!(&self, Self::TurnedAway(Refusal::Overloaded(_)));
         let (code, message) = match self {
             Self::Lost => (ErrorCode::Draining, "the engine is lost".to_owned()),
-            Self::Refused(Refusal::Invalid(message)) => (ErrorCode::InvalidRequest, message),
-            Self::Refused(Refusal::Overloaded(message)) => (ErrorCode::Overloaded, message),
-            Self::Refused(Refusal::Failed(message)) => (ErrorCode::Engine, format!("the engine failed: {message}")),
+            Self::Refused(refusal) | Self::TurnedAway(refusal) => match refusal {
+                Refusal::Invalid(message) => (ErrorCode::InvalidRequest, message),
+                Refusal::Overloaded(message) => (ErrorCode::Overloaded, message),
+                Refusal::Failed(message) => (ErrorCode::Engine, format!("the engine failed: {message}")),
+            },
             Self::GivenUp(reason) => (ErrorCode::Engine, format!("the engine gave the request up: {reason}")),
             Self::Http(error) => (ErrorCode::Engine, format!("the engine's server: {error}")),
             Self::CutOff => (ErrorCode::Engine, "the engine's answer was cut off".to_owned()),
@@ -247,7 +259,7 @@ impl Trouble {
         };
         match code {
             ErrorCode::Engine => EngineOutput::Failed(message),
-            code => EngineOutput::Refused { code, message },
+            code => EngineOutput::Refused { code, message, not_begun },
         }
     }
 }
@@ -340,7 +352,7 @@ impl<'a> Answer<'a> {
         let status = answer.status();
         if !status.is_success() {
             let body = http::read_whole(answer.into_body(), stage, self.shared.token_max).await?;
-            return Err(Trouble::Refused(self.shared.dialect.refusal(status.as_u16(), &body)));
+            return Err(Trouble::TurnedAway(self.shared.dialect.refusal(status.as_u16(), &body)));
         }
         if call.streamed {
             return self.events(answer.into_body()).await;

@@ -50,11 +50,11 @@ impl Forward for Llama {
     /// Memory beside the arena: `4 * (3 hidden + 2 queries + 2 keys + 2 feed_forward)` bytes for each token of the largest
     /// step so far, where queries and keys are the widths of all heads.
     fn forward(&mut self, chunks: &[Chunk<'_>], logits: &mut Vec<f32>) {
-        self.forward_while(chunks, logits, &|| true);
+        self.forward_while(chunks, logits, &|_| true);
     }
 
     /// Asks before each layer.
-    fn forward_while(&mut self, chunks: &[Chunk<'_>], logits: &mut Vec<f32>, worth: &dyn Fn() -> bool) -> bool {
+    fn forward_while(&mut self, chunks: &[Chunk<'_>], logits: &mut Vec<f32>, worth: &dyn Fn(f64) -> bool) -> bool {
         let places = places(chunks, self.arena.shape().block_size);
         self.embed(chunks);
         let (kv_heads, group) = (self.config.kv_heads, self.config.group());
@@ -63,7 +63,7 @@ impl Forward for Llama {
         let last = self.weights.layers.len() - 1;
         let mut rows = places.len();
         for index in 0..=last {
-            if !worth() {
+            if !worth(index as f64 / (last + 1) as f64) {
                 return false;
             }
             self.attention_input(index, rows);

@@ -105,14 +105,17 @@ fn a_step_that_is_given_up_changes_no_bit_of_the_next() {
         // A step over other tokens of the same positions, which ends after so many layers.
         let other: Vec<u32> = tokens.iter().rev().copied().collect();
         let asked = std::cell::Cell::new(0);
-        let worth = || asked.replace(asked.get() + 1) < layers;
+        let worth = |done: f64| {
+            assert!((0.0..1.0).contains(&done));
+            asked.replace(asked.get() + 1) < layers
+        };
         let chunk = Chunk { tokens: &other[20..], start: 20, blocks: &blocks, logits: Logits::All };
         let mut none = Vec::new();
         assert!(!llama.forward_while(&[chunk], &mut none, &worth) && none.is_empty());
         assert_eq!(asked.get(), layers + 1);
     }
     let chunk = Chunk { tokens: &tokens[20..], start: 20, blocks: &blocks, logits: Logits::All };
-    assert!(llama.forward_while(&[chunk], &mut logits, &|| true));
+    assert!(llama.forward_while(&[chunk], &mut logits, &|_| true));
     assert_same_bits(&logits, &whole);
 }
 

@@ -87,10 +87,10 @@ impl<F: Forward> Forward for Gated<F> {
         self.inner.forward(chunks, logits);
     }
 
-    fn forward_while(&mut self, chunks: &[Chunk<'_>], logits: &mut Vec<f32>, worth: &dyn Fn() -> bool) -> bool {
+    fn forward_while(&mut self, chunks: &[Chunk<'_>], logits: &mut Vec<f32>, worth: &dyn Fn(f64) -> bool) -> bool {
         self.entered.send(chunks.len()).expect("the test listens");
         self.permits.recv_timeout(DEADLINE).expect("the test permits the step in time");
-        worth() && self.inner.forward_while(chunks, logits, worth)
+        worth(0.5) && self.inner.forward_while(chunks, logits, worth)
     }
 }
 
@@ -179,6 +179,31 @@ async fn a_step_that_is_mostly_for_nobody_is_given_up_and_the_others_lose_nothin
         assert_eq!(answer, tokens(&mut alone.submit(prompts[stays].clone()).expect("room")).await);
         assert_eq!(engine.load().active_blocks, 0);
     }
+}
+
+#[tokio::test]
+async fn a_step_after_one_that_was_given_up_is_computed_to_its_end() {
+    let (gate, forward) = Gate::new(Shadow::new(64, 4));
+    let engine = start(forward, config(64, 64, 8));
+    let mut before = engine.submit(generate(0..4, 1)).expect("room");
+    gate.entered();
+    let mut stays = engine.submit(generate(0..24, 1)).expect("room");
+    let leaves = engine.submit(generate(20..60, 1)).expect("room");
+    gate.permit();
+    assert!(matches!(last(&mut before).await, EngineOutput::Finished(_)));
+    assert_eq!(gate.entered(), 2);
+    drop(leaves);
+    let leaves_too = engine.submit(generate(30..70, 1)).expect("room");
+    gate.permit();
+    assert_eq!(gate.entered(), 2, "the first one anew, with the next of those that leave");
+    drop(leaves_too);
+    let mut after = engine.submit(generate(40..44, 1)).expect("room");
+    gate.permit();
+    assert_eq!(tokens(&mut stays).await.len(), 1);
+    assert_eq!(gate.entered(), 1, "it is not begun a third time");
+    gate.permit();
+    assert_eq!(tokens(&mut after).await.len(), 1);
+    assert_eq!(engine.load().active_blocks, 0);
 }
 
 #[tokio::test]
