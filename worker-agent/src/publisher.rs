@@ -14,7 +14,7 @@ use bytes::Bytes;
 use kv_index::local::LocalIndexer;
 use protocol::event_plane::{self, ActiveLoad, Envelope, KV_EVENTS, KV_METRICS, MAX_BATCH_EVENTS};
 use tokio::sync::{Mutex, mpsc};
-use tokio::time::{Instant, MissedTickBehavior};
+use tokio::time::{Instant, MissedTickBehavior, sleep};
 use zeromq::{Endpoint, PubSocket, Socket, SocketSend, ZmqError, ZmqMessage};
 
 use crate::drain::Drain;
@@ -25,6 +25,9 @@ use crate::metrics::Metrics;
 const LOAD_CHECK: Duration = Duration::from_millis(100);
 /// A report is sent at least this often: routers measure silence by it.
 const LOAD_HEARTBEAT: Duration = Duration::from_secs(1);
+/// Least time between two messages of events: what an engine says in it goes together. Each message wakes three threads of
+/// every router, whatever is in it.
+const GATHER: Duration = Duration::from_millis(5);
 
 /// Why events cannot be published.
 #[derive(Debug, thiserror::Error)]
@@ -94,8 +97,8 @@ impl Publisher {
         self.port
     }
 
-    /// Publishes until the drain stops. What the engine emits while a message is made goes into the next one together:
-    /// batches form under load and cost no delay without it.
+    /// Publishes until the drain stops. An event after a pause goes at once; those that follow within [`GATHER`] go together
+    /// at its end. So batches form under load, and cost no delay without it.
     pub async fn run(mut self, mut source: Source) -> Result<(), PublisherError> {
         let drain = source.drain.clone();
         let mut check = tokio::time::interval(LOAD_CHECK);
@@ -106,14 +109,21 @@ impl Publisher {
             Cursor { dp_rank: indexer.dp_rank(), last_event_id: indexer.last_id() }
         };
         let mut reported: Option<(ActiveLoad, Instant)> = None;
+        let gather = sleep(Duration::ZERO);
+        tokio::pin!(gather);
         loop {
             tokio::select! {
-                count = source.events.recv_many(&mut taken, MAX_BATCH_EVENTS) => {
+                count = source.events.recv_many(&mut taken, MAX_BATCH_EVENTS), if gather.is_elapsed() => {
                     if count == 0 {
                         return Err(PublisherError::EngineStopped);
                     }
                     self.publish_events(&mut taken, &mut cursor, &source).await;
+                    // More of them than go into one message have waited long enough.
+                    if count < MAX_BATCH_EVENTS {
+                        gather.as_mut().reset(Instant::now() + GATHER);
+                    }
                 }
+                () = &mut gather, if !gather.is_elapsed() => {}
                 now = check.tick() => {
                     let load = load_report(&source, cursor);
                     let due = reported.as_ref().is_none_or(|(last, at)| *last != load || now - *at >= LOAD_HEARTBEAT);

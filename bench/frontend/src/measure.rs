@@ -11,7 +11,7 @@ use crate::load::{self, Run, Seen};
 use crate::peers::Peers;
 use crate::prompts::Set;
 use crate::report;
-use crate::servers::{Row, Running, Server, Shared, rows};
+use crate::servers::{Behind, Row, Running, Server, Shared, rows};
 use crate::system::MODEL;
 
 /// Flags of the benchmark.
@@ -38,6 +38,9 @@ pub struct Options {
     /// How our router picks workers
     #[arg(long, value_delimiter = ',', default_values = ["kv", "round-robin"])]
     mode: Vec<String>,
+    /// Only servers in front of these [default: all]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    behind: Vec<Behind>,
     /// Workers behind each router
     #[arg(long, default_value_t = 4)]
     workers: usize,
@@ -47,6 +50,10 @@ pub struct Options {
     /// Rounds over all runs
     #[arg(long, default_value_t = 3)]
     rounds: usize,
+    /// Starts all servers once, before the first round, and gives each run to one after the other: to compare what differs by less
+    /// than the machine's speed does from minute to minute
+    #[arg(long)]
+    together: bool,
 }
 
 /// How long a router does nothing before its memory counts as idle.
@@ -91,36 +98,67 @@ impl Options {
 pub async fn run(options: &Options) -> anyhow::Result<()> {
     let (servers, runs) = (options.servers()?, options.runs()?);
     let mut rows = rows(&servers, &options.mode);
+    rows.retain(|row| options.behind.is_empty() || options.behind.contains(&row.behind));
     let shared = Shared::start(options.workers, options.peers.clone().map(Peers)).await?;
-    let mut results = Vec::new();
-    for _ in 0..options.rounds {
+    let mut results = Results::default();
+    if options.together {
+        let mut servers = Vec::new();
         for row in &rows {
-            let name = || format!("{} in mode {}", row.server.name(), row.mode);
-            measure(&shared, row, &runs, &mut results).await.with_context(name)?;
+            servers.push((row, results.start(&shared, row).await?));
         }
-        // The next round begins with another.
-        rows.rotate_left(1);
+        for round in 0..options.rounds {
+            for run in &runs {
+                for (row, server) in &servers {
+                    results.measure(server, row, run.of_round(round, runs.len())).await?;
+                }
+                servers.rotate_left(1);
+            }
+        }
+    } else {
+        for _ in 0..options.rounds {
+            for row in &rows {
+                let server = results.start(&shared, row).await?;
+                for run in &runs {
+                    results.measure(&server, row, *run).await?;
+                }
+            }
+            // The next round begins with another.
+            rows.rotate_left(1);
+        }
     }
-    print!("{}", report::tables(&results));
+    print!("{}", report::tables(&results.0));
     Ok(())
 }
 
-/// Starts the row's server and loads it with every run.
-async fn measure(shared: &Shared, row: &Row, runs: &[Run], results: &mut Vec<Value>) -> anyhow::Result<()> {
-    let server = shared.serve(row).await?;
-    load::probe(server.address(), MODEL).await.context("its first answer")?;
-    let mut add = |result: Value| {
+/// What was measured, each printed as it comes.
+#[derive(Default)]
+struct Results(Vec<Value>);
+
+impl Results {
+    fn add(&mut self, row: &Row, result: Value) {
         let result = of_row(row, result);
         println!("{result}");
-        results.push(result);
-    };
-    if let Some(start) = start(&server).await? {
-        add(start);
+        self.0.push(result);
     }
-    for run in runs {
-        add(one(&server, *run).await?);
+
+    /// Starts the row's server.
+    async fn start(&mut self, shared: &Shared, row: &Row) -> anyhow::Result<Running> {
+        let started = async {
+            let server = shared.serve(row).await?;
+            load::probe(server.address(), MODEL).await.context("its first answer")?;
+            let result = start(&server).await?;
+            anyhow::Ok((server, result))
+        };
+        let (server, result) = started.await.with_context(|| row.to_string())?;
+        result.into_iter().for_each(|result| self.add(row, result));
+        Ok(server)
     }
-    Ok(())
+
+    /// Loads it with a run.
+    async fn measure(&mut self, server: &Running, row: &Row, run: Run) -> anyhow::Result<()> {
+        self.add(row, one(server, run).await.with_context(|| row.to_string())?);
+        Ok(())
+    }
 }
 
 /// The result with its row's name before it.
@@ -209,6 +247,9 @@ mod tests {
         let runs = options("--prompt short,long --concurrency 1,2").runs().expect("runs");
         let series: std::collections::BTreeSet<_> = runs.iter().flat_map(|run| [run.series, run.series + 1]).collect();
         assert_eq!((runs.len(), series.len()), (6, 12));
+        // Nor what was asked in an earlier round, if the server is the same.
+        let later = runs.iter().map(|run| run.of_round(1, runs.len())).flat_map(|run| [run.series, run.series + 1]);
+        assert!(later.into_iter().all(|later| !series.contains(&later)));
     }
 
     #[test]

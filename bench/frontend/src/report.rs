@@ -30,6 +30,7 @@ pub fn tables(results: &[Value]) -> String {
     let mut text = String::new();
     values(&mut text, &starts, &START, false);
     values(&mut text, &runs, &RUN, true);
+    modes(&mut text, results, &rows);
     if rows.iter().any(Row::is_peer) {
         text.push_str("\nOurs is so many times better than the best peer, by medians:\n");
         ratios(&mut text, &starts, &START);
@@ -98,6 +99,36 @@ impl Row<'_> {
 
     fn errors(&self) -> u64 {
         self.results.iter().filter_map(|result| result["errors"].as_u64()).sum()
+    }
+}
+
+/// Our first mode beside each other one in front of the same workers: CPU of a request, round by round.
+fn modes(text: &mut String, results: &[Value], rows: &[Row]) {
+    let mut lines = String::new();
+    for row in rows.iter().filter(|row| row.is_ours() && row.run != "start") {
+        // The first of all results: which row comes first in a run may be another one each time.
+        let of = |result: &&Value| result["server"] == row.server && result["workers"] == row.results[0]["workers"];
+        let Some(first) = results.iter().find(of).map(who).filter(|first| *first != row.who) else { continue };
+        let Some(first) = rows.iter().find(|other| other.run == row.run && other.who == first) else { continue };
+        let cpu = |result: &Value| result["cpu_ms_per_req"].as_f64();
+        let rounds = first.results.iter().zip(&row.results);
+        let mut times: Vec<f64> = rounds.filter_map(|(first, other)| Some(cpu(first)? / cpu(other)?)).collect();
+        times.sort_by(f64::total_cmp);
+        let [quarter, half, three] = [1, 2, 3].map(|n| times.get(times.len() * n / 4).copied().unwrap_or(f64::NAN));
+        let _ = writeln!(
+            lines,
+            "| {} | {} | {} | {half:.3} ({quarter:.3}–{three:.3}) | {} |",
+            row.run,
+            first.who,
+            row.who,
+            times.len()
+        );
+    }
+    if !lines.is_empty() {
+        text.push_str(
+            "\nCPU of a request, times that of the other mode: median of the rounds' ratios, and their middle half\n",
+        );
+        let _ = write!(text, "\n| run | mode | beside | times | rounds |\n|---|---|---|---|---|\n{lines}");
     }
 }
 
@@ -192,6 +223,21 @@ mod tests {
         ] {
             assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
         }
+    }
+
+    #[test]
+    fn our_modes_are_compared_round_by_round() {
+        let of = |mode: &str, cpu: f64| {
+            let mut result = result("armature", "agents", cpu, 0);
+            result["mode"] = mode.into();
+            result
+        };
+        // A round of the other mode was three times slower: its pair says nothing else than the others.
+        let rounds = [("kv", 1.1), ("random", 1.0), ("random", 3.0), ("kv", 3.3), ("kv", 1.0), ("random", 2.0)];
+        let text = tables(&rounds.map(|(mode, cpu)| of(mode, cpu)));
+        let line = "| short:16:stream | armature kv, agents | armature random, agents | 1.100 (0.500–1.100) | 3 |";
+        assert!(text.lines().any(|found| found == line), "{text}");
+        assert!(!tables(&[of("kv", 1.0)]).contains("times"), "one mode alone");
     }
 
     #[test]

@@ -41,13 +41,15 @@ impl Server {
 }
 
 /// What is behind a server. All answer at once.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Behind {
     /// OpenAI servers, the same for all.
+    #[value(name = "openai")]
     OpenAi,
     /// Our agents, which tell of their cached blocks.
     Agents,
     /// Dynamo's workers, which do not.
+    #[value(name = "dynamo")]
     DynamoWorkers,
 }
 
@@ -71,6 +73,12 @@ pub struct Row {
     pub mode: String,
     /// In front of what.
     pub behind: Behind,
+}
+
+impl std::fmt::Display for Row {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} in mode {}", self.server.name(), self.mode)
+    }
 }
 
 /// Modes of Dynamo's that are measured.

@@ -49,8 +49,8 @@ pub trait Structure {
     fn reader(&self) -> Option<Find<Self::Hash>>;
     /// Forgets a worker, to the end.
     fn remove_worker(&mut self, worker: u64);
-    /// Writes a dump and loads it; blocks in it, and how long both took.
-    fn dump_and_load(&mut self, worker: u64) -> Option<(usize, Duration, Duration)>;
+    /// Dumps everything and loads it into another one; blocks in it, and how long both took.
+    fn dump_and_load(&mut self, workers: u64) -> Option<(usize, Duration, Duration)>;
     /// What it says it takes, in bytes.
     fn counted_bytes(&mut self) -> Option<usize>;
 }
@@ -155,7 +155,7 @@ pub fn measure<S: Structure>(mut structure: S, workload: &Workload) -> Value {
     let evicted = (conversations / 10).max(1);
     let removed = apply(&mut structure, workload, 0..evicted, false);
     let again = apply(&mut structure, workload, conversations..conversations + evicted, true);
-    let dump = structure.dump_and_load(5 % workload.workers);
+    let dump = structure.dump_and_load(workload.workers);
     let mut gone: Vec<Duration> = (0..4.min(workload.workers))
         .map(|worker| {
             let before = process_cpu();

@@ -95,20 +95,25 @@ impl Structure for Tree {
         self.writer.remove_worker(WorkerId(worker));
     }
 
-    fn dump_and_load(&mut self, worker: u64) -> Option<(usize, Duration, Duration)> {
-        let start = Instant::now();
-        let dump = self.writer.dump(rank(worker));
-        let dumped = start.elapsed();
+    fn dump_and_load(&mut self, workers: u64) -> Option<(usize, Duration, Duration)> {
         let (mut other, _) = tree::new(Limits { bytes: 4 << 30, rank_blocks: usize::MAX });
-        let blocks = self.reader.blocks(rank(worker)).device as usize;
-        let start = Instant::now();
-        other.expect_blocks(rank(worker), blocks);
-        for event in &dump {
-            other.apply(rank(worker), event.tier, &event.data);
+        let (mut all, mut dumping, mut loading) = (0, Duration::ZERO, Duration::ZERO);
+        // One after the other, so that at 2^20 no dump of everything has to fit beside both.
+        for rank in (0..workers).map(rank) {
+            let start = Instant::now();
+            let dump = self.writer.dump(rank);
+            dumping += start.elapsed();
+            let held = self.reader.blocks(rank);
+            let start = Instant::now();
+            other.expect_blocks(rank, held.device as usize);
+            for event in &dump {
+                other.apply(rank, event.tier, &event.data);
+            }
+            loading += start.elapsed();
+            assert_eq!(other.reader().blocks(rank), held);
+            all += held.device as usize;
         }
-        let loaded = start.elapsed();
-        assert_eq!(other.reader().blocks(rank(worker)), self.reader.blocks(rank(worker)));
-        Some((blocks, dumped, loaded))
+        Some((all, dumping, loading))
     }
 
     fn counted_bytes(&mut self) -> Option<usize> {

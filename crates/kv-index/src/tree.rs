@@ -29,6 +29,7 @@ mod strays;
 #[cfg(test)]
 mod tests;
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
@@ -140,6 +141,11 @@ pub struct Writer {
     evicted_blocks: u64,
     /// Blocks were refused for want of memory since the last look at the budget.
     starved: bool,
+}
+
+thread_local! {
+    /// What a thread's last match was made in: the next one need not allocate but for its answer.
+    static LAST: Cell<Option<Matches>> = const { Cell::new(None) };
 }
 
 /// One that matches; cheap to clone, and used from any thread.
@@ -361,9 +367,8 @@ impl Writer {
             Some(Member { rank, slot, counts })
         });
         let mut roster = self.runs.shared.roster();
-        let generation = roster.generation + 1;
-        *roster = Arc::new(Roster::new(generation, members.collect()));
-        self.runs.shared.generation.store(generation, Ordering::Release);
+        *roster = Arc::new(Roster::new(members.collect()));
+        self.runs.shared.generation.store(roster.generation, Ordering::Release);
     }
 
     fn clear_slot(&mut self, slot: Slot) -> usize {
@@ -375,12 +380,14 @@ impl Writer {
 }
 
 impl Reader {
-    /// How many leading blocks of a prompt each rank holds, by their local hashes. To match often, keep a [`Matches`] and use
-    /// [`Self::find`].
+    /// How many leading blocks of a prompt each rank holds, by their local hashes. Allocates nothing but the answer; [`Self::find`]
+    /// not even that.
     pub fn find_matches(&self, blocks: &[BlockHash]) -> Overlaps {
-        let mut matches = Matches::default();
+        let mut matches = LAST.take().unwrap_or_default();
         self.find(blocks, &mut matches);
-        matches.overlaps()
+        let overlaps = matches.overlaps();
+        LAST.set(Some(matches));
+        overlaps
     }
 
     /// The same from the tokens of a prompt.

@@ -14,7 +14,7 @@ use crate::process::{cargo, command, quiet, root, run as run_command, target};
 const SIZES: [u64; 2] = [1 << 14, 1 << 20];
 
 /// The columns of the table: key, heading, whether more is better.
-const COLUMNS: [(&str, &str, bool); 9] = [
+const COLUMNS: [(&str, &str, bool); 11] = [
     ("store_events_per_cpu_s", "store/s", true),
     ("store_steady_events_per_cpu_s", "steady/s", true),
     ("remove_events_per_cpu_s", "remove/s", true),
@@ -24,6 +24,8 @@ const COLUMNS: [(&str, &str, bool); 9] = [
     ("find_beside_writer_p99_us", "p99", false),
     ("bytes_per_owned_block", "bytes/block", false),
     ("remove_worker_ms", "drop ms", false),
+    ("dump_ms_per_m_blocks", "dump ms/M", false),
+    ("load_ms_per_m_blocks", "load ms/M", false),
 ];
 
 /// What to measure.

@@ -117,7 +117,7 @@ impl Structure for Single {
         self.0.remove_worker(worker);
     }
 
-    fn dump_and_load(&mut self, _worker: u64) -> Option<(usize, Duration, Duration)> {
+    fn dump_and_load(&mut self, _workers: u64) -> Option<(usize, Duration, Duration)> {
         let start = Instant::now();
         let dump = self.0.dump_tree_as_events();
         let dumped = start.elapsed();
@@ -198,7 +198,7 @@ impl<T: SyncIndexer> Structure for Pool<T> {
         self.flush();
     }
 
-    fn dump_and_load(&mut self, _worker: u64) -> Option<(usize, Duration, Duration)> {
+    fn dump_and_load(&mut self, _workers: u64) -> Option<(usize, Duration, Duration)> {
         None
     }
 

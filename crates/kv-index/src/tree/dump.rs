@@ -1,6 +1,7 @@
 //! An index as events, parents first: what another one applies to become equal.
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 
 use kv_hashing::chain;
 
@@ -8,7 +9,7 @@ use super::Writer;
 use super::owners::Slot;
 use super::roster::TIERS;
 use super::run::Place;
-use super::store::{Rank, held};
+use super::store::{AHEAD, Rank};
 use crate::event::{EngineHash, KvEventData, StoredBlock, Tier, WorkerRank};
 use crate::hash::HashBuilder;
 
@@ -25,7 +26,7 @@ impl Writer {
     /// What a rank holds, as events that make an empty rank hold it, too.
     ///
     /// A block behind one that the rank does not hold has no parent that could be named; it follows a made-up one, which is
-    /// removed again at the end. Cost: about 60 bytes a block while it runs.
+    /// removed again at the end. Cost: about 20 bytes a block while it runs, and the events themselves.
     pub fn dump(&self, rank: WorkerRank) -> Vec<Dumped> {
         let Some(&slot) = self.slot_of.get(&rank) else { return Vec::new() };
         let Some(rank) = &self.ranks[usize::from(slot)] else { return Vec::new() };
@@ -33,14 +34,14 @@ impl Writer {
     }
 }
 
-/// A block that the rank holds.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Block {
-    /// Position of its run's first block: parents come first.
+/// The blocks of one run that the rank holds in one tier.
+struct Piece {
+    /// Position of the run's first block: parents come first.
     depth: u32,
-    place: Place,
+    run: u32,
     tier: Tier,
-    hash: u64,
+    /// In `named`.
+    blocks: Range<usize>,
 }
 
 /// A stored event that may still grow.
@@ -63,25 +64,33 @@ struct Dump<'a> {
 
 impl<'a> Dump<'a> {
     fn new(writer: &'a Writer, slot: Slot, rank: &'a Rank) -> Self {
-        let named = TIERS.map(|tier| {
-            let mut named: Vec<(Place, u64)> = held(rank, tier).collect();
-            named.sort_unstable();
-            named
-        });
+        let named = TIERS.map(|tier| rank.tiers[tier as usize].by_place());
         let (made_up, open, events) = (HashMap::new(), Default::default(), Vec::new());
         Self { writer, slot, rank, named, made_up, open, events }
     }
 
     fn into_events(mut self) -> Vec<Dumped> {
-        let mut previous: Option<Block> = None;
-        for block in self.blocks() {
-            if previous.is_some_and(|previous| previous.place.run() != block.place.run()) {
-                self.close();
+        let pieces = self.pieces();
+        let mut blocks: Vec<(Place, Tier, u64)> = Vec::new();
+        let mut done = 0;
+        for run in pieces.chunk_by(|a, b| a.run == b.run) {
+            done += run.len();
+            if let Some(later) = pieces.get(done + AHEAD / 2) {
+                self.writer.runs.shared.arena.prefetch(later.run, 1 + later.blocks.len().div_ceil(8));
             }
-            self.block(block);
-            previous = Some(block);
+            blocks.clear();
+            for Piece { tier, blocks: piece, .. } in run {
+                let named = &self.named[*tier as usize][piece.clone()];
+                blocks.extend(named.iter().map(|&(place, hash)| (place, *tier, hash)));
+            }
+            if run.len() > 1 {
+                blocks.sort_unstable();
+            }
+            for (n, &(place, tier, hash)) in blocks.iter().enumerate() {
+                self.block(place, tier, hash, blocks.len() - n);
+            }
+            self.close();
         }
-        self.close();
         self.strays();
         let mut removed: Vec<_> = std::mem::take(&mut self.made_up).into_iter().collect();
         removed.sort_unstable_by_key(|((tier, place), _)| (*tier, std::cmp::Reverse(*place)));
@@ -92,20 +101,20 @@ impl<'a> Dump<'a> {
         self.events
     }
 
-    fn blocks(&self) -> Vec<Block> {
+    /// Parents first.
+    fn pieces(&self) -> Vec<Piece> {
         let mut depths: HashMap<u32, u32, HashBuilder> = HashMap::default();
-        let mut blocks = Vec::with_capacity(self.rank.len());
-        let mut last = (0, 0);
+        let mut pieces = Vec::new();
         for tier in TIERS {
-            for &(place, hash) in &self.named[tier as usize] {
-                if last.0 != place.run() {
-                    last = (place.run(), self.depth(&mut depths, place.run()));
-                }
-                blocks.push(Block { depth: last.1, place, tier, hash });
+            let mut start = 0;
+            for piece in self.named[tier as usize].chunk_by(|(a, _), (b, _)| a.run() == b.run()) {
+                let (run, blocks) = (piece[0].0.run(), start..start + piece.len());
+                start = blocks.end;
+                pieces.push(Piece { depth: self.depth(&mut depths, run), run, tier, blocks });
             }
         }
-        blocks.sort_unstable();
-        blocks
+        pieces.sort_unstable_by_key(|piece| (piece.depth, piece.run, piece.tier));
+        pieces
     }
 
     /// Position of a run's first block.
@@ -138,7 +147,8 @@ impl<'a> Dump<'a> {
         StoredBlock { engine: EngineHash(hash), local }
     }
 
-    fn block(&mut self, Block { place, tier, hash, .. }: Block) {
+    /// One more block; `left` are still to come of its run, with it.
+    fn block(&mut self, place: Place, tier: Tier, hash: u64, left: usize) {
         let stored = self.stored(place, hash);
         let before = self.writer.runs.before(place);
         if let Some(open) = &mut self.open[tier as usize]
@@ -151,7 +161,9 @@ impl<'a> Dump<'a> {
         // The parent may be in any event that is still open.
         self.close();
         let parent = before.map(|before| EngineHash(self.name(tier, before)));
-        self.open[tier as usize] = Some(OpenEvent { last: place, parent, blocks: vec![stored] });
+        let mut blocks = Vec::with_capacity(left);
+        blocks.push(stored);
+        self.open[tier as usize] = Some(OpenEvent { last: place, parent, blocks });
     }
 
     fn close(&mut self) {

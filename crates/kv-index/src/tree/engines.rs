@@ -13,6 +13,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use super::arena::CHUNK;
 use super::pool::{Lines, Pool};
 use super::run::Place;
+use super::store::AHEAD;
 use crate::hash::HashBuilder;
 pub(super) use buckets::Entry;
 use buckets::{BUCKET, Buckets, Spread, entry, first, lanes_with, passed, tag};
@@ -94,8 +95,7 @@ impl Engines {
         if self.free.len() * 4 <= self.bases.len() || self.hashes.len() <= CHUNK {
             return;
         }
-        let mut all: Vec<(Place, u64)> = self.entries().map(|(entry, place)| (place, self.hash(entry))).collect();
-        all.sort_unstable();
+        let all = self.by_place();
         let aliases = std::mem::take(&mut self.aliases);
         self.release(pool);
         self.expect(pool, all.len() + all.len() / 8);
@@ -184,6 +184,25 @@ impl Engines {
             let used = (0..8_u32).filter(move |lane| lanes >> lane & 1 == 1);
             used.map(move |lane| (Entry::new(segment, lane as usize), Place::from_bits(base + lane)))
         })
+    }
+
+    /// Every place with its hashes, in order: the segments are sorted, and so nearly all of their lanes.
+    pub(super) fn by_place(&self) -> Vec<(Place, u64)> {
+        let used = self.bases.iter().zip(&self.lanes).enumerate().filter(|(_, (base, _))| **base != NOWHERE);
+        let mut segments: Vec<(u32, u32)> = used.map(|(segment, (&base, _))| (base, segment as u32)).collect();
+        segments.sort_unstable();
+        let mut all = Vec::with_capacity(self.len);
+        for (n, &(base, segment)) in segments.iter().enumerate() {
+            if let Some(&(_, later)) = segments.get(n + AHEAD) {
+                self.hashes.prefetch(later as usize);
+            }
+            let (line, lanes) = (self.hashes.line(segment as usize), self.lanes[segment as usize]);
+            let used = (0..8).filter(|lane| lanes >> lane & 1 == 1);
+            all.extend(used.map(|lane| (Place::from_bits(base + lane), line[lane as usize].load(Relaxed))));
+        }
+        // Cheap where they are in order already, unlike the unstable one.
+        all.sort();
+        all
     }
 
     /// A hash chosen by a random number, which may fall on nothing.

@@ -1,7 +1,7 @@
 //! Which rank has which slot, as readers see it: replaced as a whole when a rank comes or goes.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::owners::Slot;
 use crate::event::{Tier, WorkerRank};
@@ -39,7 +39,7 @@ pub(super) struct Member {
 /// All ranks.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Roster {
-    /// Rises with each change.
+    /// Another one after each change, and in each index of the process; 0 where no rank ever came.
     pub(super) generation: u64,
     /// Sorted by rank.
     pub(super) members: Vec<Member>,
@@ -49,14 +49,15 @@ pub(super) struct Roster {
 
 impl Roster {
     /// The roster of a new generation.
-    pub(super) fn new(generation: u64, mut members: Vec<Member>) -> Self {
+    pub(super) fn new(mut members: Vec<Member>) -> Self {
+        static LAST: AtomicU64 = AtomicU64::new(0);
         members.sort_unstable_by_key(|member| member.rank);
         let words = members.iter().map(|member| usize::from(member.slot) / 64 + 1).max().unwrap_or(0);
         let mut slots = vec![0; words];
         for member in &members {
             slots[usize::from(member.slot) / 64] |= 1 << (member.slot % 64);
         }
-        Self { generation, members, slots }
+        Self { generation: LAST.fetch_add(1, Ordering::Relaxed) + 1, members, slots }
     }
 
     /// A rank's entry.

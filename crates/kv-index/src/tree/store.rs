@@ -17,7 +17,7 @@ use crate::event::{EngineHash, StoredBlock, Tier};
 use crate::overlap::Applied;
 
 /// Blocks whose lines are asked for ahead: about as many as a core fetches at a time.
-const AHEAD: usize = 16;
+pub(super) const AHEAD: usize = 16;
 
 /// What the writer knows of a rank.
 pub(super) struct Rank {
@@ -361,10 +361,4 @@ impl<'a> Hand<'a> {
         self.rank.counts.set(self.tier, 0);
         removed
     }
-}
-
-/// Every (place, engine hash) of a tier: for dumps and eviction.
-pub(super) fn held(rank: &Rank, tier: Tier) -> impl Iterator<Item = (Place, u64)> + '_ {
-    let engines = &rank.tiers[tier as usize];
-    engines.entries().map(move |(entry, place)| (place, engines.hash(entry)))
 }

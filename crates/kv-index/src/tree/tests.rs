@@ -85,6 +85,22 @@ fn all_ranks() -> impl Iterator<Item = WorkerRank> {
     (0..5).flat_map(|worker| (0..2).map(move |dp_rank| rank(worker, dp_rank)))
 }
 
+/// Ranks are known to a match by their slots, and every index numbers its own.
+#[test]
+fn what_one_index_was_matched_in_serves_another() {
+    let indexes = [1, 2].map(|worker| {
+        let (mut tree, reader) = new(Limits::default());
+        tree.apply(rank(worker, 0), Tier::Device, &stored(&[7], 0));
+        (tree, reader, rank(worker, 0))
+    });
+    let (mut matches, blocks) = (Matches::default(), locals(&[7]));
+    for (_, reader, rank) in indexes.iter().chain(&indexes) {
+        let expected = Overlaps::new([(*rank, device(1))], Vec::new());
+        reader.find(&blocks, &mut matches);
+        assert_eq!((matches.overlaps(), reader.find_matches(&blocks)), (expected.clone(), expected));
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
 
