@@ -182,6 +182,22 @@ impl Indexer {
         self.send(rank.worker, Job::Expect { rank, expected, limit, life: life.clone() }).await;
     }
 
+    /// What a worker says that each of its ranks has room for: as much may be guessed of it, and its tables have that size. Without
+    /// a bound of what it may store. To be said again after the worker was forgotten.
+    pub(crate) async fn expect_worker(
+        &self,
+        worker: WorkerId,
+        ranks: u32,
+        blocks: Option<u64>,
+        life: &CancellationToken,
+    ) {
+        let Some(blocks) = blocks else { return };
+        let expected = usize::try_from(blocks).unwrap_or(usize::MAX);
+        for dp_rank in 0..ranks {
+            self.expect(WorkerRank { worker, dp_rank }, Some(expected), kv_index::MAX_RANK_BLOCKS, life).await;
+        }
+    }
+
     /// Applies events of one rank, unless `life` has ended by then.
     pub(crate) async fn apply(&self, rank: WorkerRank, events: Vec<KvEvent>, life: &CancellationToken) -> Outcome {
         let (done, outcome) = oneshot::channel();

@@ -130,7 +130,8 @@ impl Proxy {
             life: stop.clone(),
         });
         for server in proxy.servers.values() {
-            proxy.tell_capacity(server).await;
+            let total = proxy.settings.total_blocks.map(u64::from);
+            proxy.cluster.index.expect_worker(server.id, 1, total, stop).await;
             kv_events::start(&proxy, server, stop);
         }
         Ok(proxy)

@@ -5,6 +5,9 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread::{JoinHandle, spawn};
+
+use anyhow::anyhow;
 
 use crate::process::{cargo, command, quiet, run as run_command, target};
 use crate::setup;
@@ -20,6 +23,9 @@ const TOOLKIT: [&str; 5] = [
 
 /// What kernels are compiled for unless `CUDA_COMPUTE_CAP` says otherwise: Ampere, and what came after it can run that.
 const CAPABILITY: &str = "80";
+
+/// Kernels that nobody will run need not be fast: half of the time.
+const UNOPTIMIZED: &str = "-Xcicc -O0 -Xptxas -O0";
 
 /// A CUDA toolkit.
 pub struct Toolkit {
@@ -61,6 +67,27 @@ impl Toolkit {
         }
         command.env("CARGO_TARGET_DIR", target().join("cuda"));
         Ok(command)
+    }
+}
+
+/// The worker's library and the kernels, being compiled for CUDA beside something else.
+pub struct Check(JoinHandle<anyhow::Result<String>>);
+
+impl Check {
+    /// Starts to, at a low priority: nvcc keeps one core busy for minutes. In a folder of its own, so that no program ever gets these
+    /// kernels.
+    pub fn start() -> anyhow::Result<Self> {
+        let mut clippy = command("nice");
+        clippy.args(["-n", "19"]).arg(cargo().get_program()).args(["clippy", "--release", "--quiet"]);
+        clippy.args(["--package", "worker-agent", "--lib", "--features", "cuda", "--", "--deny", "warnings"]);
+        let mut clippy = Toolkit::obtain()?.uses(clippy)?;
+        clippy.env("CARGO_TARGET_DIR", target().join("cuda-check")).env("NVCC_APPEND_FLAGS", UNOPTIMIZED);
+        Ok(Self(spawn(move || quiet(&mut clippy))))
+    }
+
+    /// Waits for the end.
+    pub fn finish(self) -> anyhow::Result<()> {
+        self.0.join().map_err(|_| anyhow!("the thread that compiles for CUDA panicked"))?.map(drop)
     }
 }
 

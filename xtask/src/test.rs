@@ -102,9 +102,18 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     for stage in &stages {
         timed(format!("set-up of {}", stage.name()), &mut times, || stage.prepare())?;
     }
+    // Beside what is compiled for tests, and not beside the tests. Of a single stage nobody expects it.
+    let mut for_cuda = None;
+    if args.stage.is_empty() {
+        timed("set-up of cuda".into(), &mut times, || cuda::Check::start().map(|check| for_cuda = Some(check)))?;
+    }
     // NIXL's stage builds its own.
     if stages.iter().any(|stage| *stage != Stage::Nixl) {
-        timed("build".into(), &mut times, || binaries().map(drop))?;
+        timed("build".into(), &mut times, || {
+            let built = binaries().map(drop);
+            let compiled = for_cuda.map_or(Ok(()), cuda::Check::finish);
+            built.and(compiled.context("the worker compiled for CUDA"))
+        })?;
     }
     for (what, took) in &times {
         println!("{what:<24}{:>7.1} s", took.as_secs_f64());
@@ -117,7 +126,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     println!("\nall stages passed: {}", shown.join(", "));
     if args.stage.is_empty() {
         println!(
-            "not run: vllm, which installs 5 GB, nixl and candle, which need builds of their own (--stage NAME runs one)"
+            "compiled for CUDA and not run there; not run: vllm, which installs 5 GB, nixl and candle, which need builds of their own (--stage NAME runs one)"
         );
     }
     Ok(())

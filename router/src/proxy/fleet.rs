@@ -72,8 +72,9 @@ async fn publish(proxy: &Proxy) -> bool {
     for (server, status) in &statuses {
         if matches!(status.health, Health::Down { gone: true, .. }) {
             // What came to it is gone.
-            proxy.cluster.index.remove_worker(server.id).await;
-            proxy.tell_capacity(server).await;
+            let index = &proxy.cluster.index;
+            index.remove_worker(server.id).await;
+            index.expect_worker(server.id, 1, proxy.settings.total_blocks.map(u64::from), &proxy.life).await;
         }
     }
     let mut listed: BTreeMap<&str, Vec<Lister<'_>>> = BTreeMap::new();
@@ -123,14 +124,6 @@ impl Proxy {
             total_blocks: self.settings.total_blocks,
             max_batched_tokens: self.settings.max_batched_tokens,
             ..Worker::new(server.rank(), server.name.clone(), model)
-        }
-    }
-
-    /// What is guessed of a server is bounded by what it has room for. To be told anew after the index forgot the server.
-    pub(super) async fn tell_capacity(&self, server: &Server) {
-        if let Some(blocks) = self.settings.total_blocks {
-            let (rank, most) = (server.rank(), kv_index::MAX_RANK_BLOCKS);
-            self.cluster.index.expect(rank, Some(blocks as usize), most, &self.life).await;
         }
     }
 

@@ -30,7 +30,7 @@ pub(super) fn start(proxy: &Proxy, server: &Arc<Server>, stop: &CancellationToke
         server: server.clone(),
         cluster: proxy.cluster.clone(),
         block_size: proxy.settings.block_size,
-        total_blocks: proxy.settings.total_blocks,
+        total_blocks: proxy.settings.total_blocks.map(u64::from),
         ranks: BTreeMap::new(),
         unbound: false,
         stop: stop.clone(),
@@ -50,7 +50,7 @@ struct Indexed {
     cluster: Arc<Cluster>,
     block_size: BlockSize,
     /// What the engine has room for, where that is said.
-    total_blocks: Option<u32>,
+    total_blocks: Option<u64>,
     /// By data-parallel rank.
     ranks: BTreeMap<u32, Translator>,
     /// Somebody has been told that the port is taken.
@@ -103,11 +103,9 @@ impl Sink for Indexed {
     async fn forget(&mut self) {
         self.ranks.clear();
         self.server.watch.forget_size();
-        self.cluster.index.remove_worker(self.server.id).await;
-        if let Some(blocks) = self.total_blocks {
-            let (rank, most) = (self.server.rank(), kv_index::MAX_RANK_BLOCKS);
-            self.cluster.index.expect(rank, Some(blocks as usize), most, &self.stop).await;
-        }
+        let index = &self.cluster.index;
+        index.remove_worker(self.server.id).await;
+        index.expect_worker(self.server.id, 1, self.total_blocks, &self.stop).await;
     }
 
     fn note(&mut self, note: Note) {

@@ -153,11 +153,8 @@ impl Life {
 
     /// Without events, what is guessed of it is bounded by what it says it has room for.
     pub(super) async fn tell_capacity(&self, index: &Indexer) {
-        let Some(total) = self.spec().card.runtime_config.total_kv_blocks else { return };
-        let (worker, total) = (self.worker_id(), usize::try_from(total).unwrap_or(usize::MAX));
-        for dp_rank in 0..self.ranks() {
-            index.expect(WorkerRank { worker, dp_rank }, Some(total), kv_index::MAX_RANK_BLOCKS, &self.stop).await;
-        }
+        let total = self.spec().card.runtime_config.total_kv_blocks;
+        index.expect_worker(self.worker_id(), self.ranks(), total, &self.stop).await;
     }
 
     /// Nothing new goes there. Open streams may end.
