@@ -182,8 +182,8 @@ impl Indexer {
         self.send(rank.worker, Job::Expect { rank, expected, limit, life: life.clone() }).await;
     }
 
-    /// What a worker says that each of its ranks has room for: as much may be guessed of it, and its tables have that size. Without
-    /// a bound of what it may store. To be said again after the worker was forgotten.
+    /// Announces how many blocks each of a worker's ranks has room for, if it says: its tables get that size, and no more is guessed of
+    /// it. What events may store is bounded by [`kv_index::MAX_RANK_BLOCKS`] alone. To be said again after the worker was forgotten.
     pub(crate) async fn expect_worker(
         &self,
         worker: WorkerId,

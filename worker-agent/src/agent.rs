@@ -201,7 +201,6 @@ impl Agent {
         let source = publisher::Source {
             instance_id: identity.instance_id,
             engine: engine.clone(),
-            events,
             indexer: indexer.clone(),
             metrics: metrics.clone(),
             drain: drain.clone(),
@@ -217,7 +216,7 @@ impl Agent {
         );
         let service = Arc::new(Service::new(identity, engine.clone(), indexer, model.files, metrics, drain.clone()));
         let mut parts = JoinSet::new();
-        spawn(&mut parts, "event publisher", async { Ok(publisher.run(source).await?) });
+        spawn(&mut parts, "event publisher", async { Ok(publisher.run(source, events).await?) });
         spawn(&mut parts, "request plane", async {
             request_plane::serve(listeners.request, service).await;
             Ok(())

@@ -7,6 +7,7 @@
 mod batch;
 pub(crate) mod wire;
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -14,7 +15,7 @@ use bytes::Bytes;
 use kv_index::local::LocalIndexer;
 use protocol::event_plane::{self, ActiveLoad, Envelope, KV_EVENTS, KV_METRICS, MAX_BATCH_EVENTS};
 use tokio::sync::{Mutex, mpsc};
-use tokio::time::{Instant, MissedTickBehavior, sleep};
+use tokio::time::{Instant, MissedTickBehavior, Sleep, sleep};
 use zeromq::{Endpoint, PubSocket, Socket, SocketSend, ZmqError, ZmqMessage};
 
 use crate::drain::Drain;
@@ -25,8 +26,8 @@ use crate::metrics::Metrics;
 const LOAD_CHECK: Duration = Duration::from_millis(100);
 /// A report is sent at least this often: routers measure silence by it.
 const LOAD_HEARTBEAT: Duration = Duration::from_secs(1);
-/// Least time between two messages of events: what an engine says in it goes together. Each message wakes three threads of
-/// every router, whatever is in it.
+/// Pause after a message of events that was not full: what an engine says in it goes together. Each message wakes two tasks and
+/// a thread of every router, whatever is in it.
 const GATHER: Duration = Duration::from_millis(5);
 
 /// Why events cannot be published.
@@ -49,8 +50,6 @@ pub struct Source {
     pub instance_id: u64,
     /// The engine, for its load.
     pub engine: Arc<dyn Engine>,
-    /// The engine's events.
-    pub events: mpsc::UnboundedReceiver<ArenaEvent>,
     /// Numbers the events, and is shared with whoever answers queries about them.
     pub indexer: Arc<Mutex<LocalIndexer>>,
     /// Counts.
@@ -65,6 +64,32 @@ pub struct Publisher {
     port: u16,
     events: Topic,
     load: Topic,
+}
+
+/// The engine's events, as they go into messages: one that comes [`GATHER`] or more after the last message goes at once; those
+/// that come sooner go together at the end of that time.
+struct Gathered {
+    events: mpsc::UnboundedReceiver<ArenaEvent>,
+    pause: Pin<Box<Sleep>>,
+}
+
+impl Gathered {
+    fn new(events: mpsc::UnboundedReceiver<ArenaEvent>) -> Self {
+        Self { events, pause: Box::pin(sleep(Duration::ZERO)) }
+    }
+
+    /// Appends the events of the next message; returns how many, 0 when the engine has stopped. May be dropped at any time.
+    async fn next(&mut self, taken: &mut Vec<ArenaEvent>) -> usize {
+        if !self.pause.is_elapsed() {
+            self.pause.as_mut().await;
+        }
+        let count = self.events.recv_many(taken, MAX_BATCH_EVENTS).await;
+        // More of them than go into one message have waited long enough.
+        if count < MAX_BATCH_EVENTS {
+            self.pause.as_mut().reset(Instant::now() + GATHER);
+        }
+        count
+    }
 }
 
 /// What the publisher knows of its indexer without asking: nobody else adds events.
@@ -97,10 +122,13 @@ impl Publisher {
         self.port
     }
 
-    /// Publishes until the drain stops. An event after a pause goes at once; those that follow within [`GATHER`] go together
-    /// at its end. So batches form under load, and cost no delay without it.
-    pub async fn run(mut self, mut source: Source) -> Result<(), PublisherError> {
-        let drain = source.drain.clone();
+    /// Publishes until the drain stops.
+    pub async fn run(
+        mut self,
+        source: Source,
+        events: mpsc::UnboundedReceiver<ArenaEvent>,
+    ) -> Result<(), PublisherError> {
+        let (drain, mut events) = (source.drain.clone(), Gathered::new(events));
         let mut check = tokio::time::interval(LOAD_CHECK);
         check.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut taken = Vec::with_capacity(MAX_BATCH_EVENTS);
@@ -109,21 +137,14 @@ impl Publisher {
             Cursor { dp_rank: indexer.dp_rank(), last_event_id: indexer.last_id() }
         };
         let mut reported: Option<(ActiveLoad, Instant)> = None;
-        let gather = sleep(Duration::ZERO);
-        tokio::pin!(gather);
         loop {
             tokio::select! {
-                count = source.events.recv_many(&mut taken, MAX_BATCH_EVENTS), if gather.is_elapsed() => {
+                count = events.next(&mut taken) => {
                     if count == 0 {
                         return Err(PublisherError::EngineStopped);
                     }
                     self.publish_events(&mut taken, &mut cursor, &source).await;
-                    // More of them than go into one message have waited long enough.
-                    if count < MAX_BATCH_EVENTS {
-                        gather.as_mut().reset(Instant::now() + GATHER);
-                    }
                 }
-                () = &mut gather, if !gather.is_elapsed() => {}
                 now = check.tick() => {
                     let load = load_report(&source, cursor);
                     let due = reported.as_ref().is_none_or(|(last, at)| *last != load || now - *at >= LOAD_HEARTBEAT);
@@ -181,5 +202,41 @@ fn load_report(source: &Source, cursor: Cursor) -> ActiveLoad {
         waiting_requests: Some(load.waiting as u64),
         last_event_id: cursor.last_event_id,
         draining: source.drain.is_draining(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::FutureExt;
+    use kv_index::{KvEventData, Tier};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn events_that_come_soon_after_a_message_go_together() {
+        let (engine, events) = mpsc::unbounded_channel();
+        let emit = move |count: usize| {
+            let event = || ArenaEvent { tier: Tier::Device, data: KvEventData::Cleared };
+            (0..count).for_each(|_| engine.send(event()).expect("the receiver is there"));
+        };
+        let mut events = Gathered::new(events);
+        let mut next = async || events.next(&mut Vec::new()).await;
+        for _ in 0..100 {
+            emit(1);
+            assert_eq!(next().await, 1);
+            emit(1);
+            if next().now_or_never().is_some() {
+                // The machine stood still for longer than events are gathered.
+                continue;
+            }
+            emit(2);
+            assert_eq!(next().await, 3);
+            // What does not go into one message waits no longer.
+            emit(MAX_BATCH_EVENTS + 1);
+            assert_eq!(next().await, MAX_BATCH_EVENTS);
+            assert_eq!(next().now_or_never(), Some(1));
+            return;
+        }
+        panic!("no event waits for another");
     }
 }

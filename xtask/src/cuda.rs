@@ -74,8 +74,8 @@ impl Toolkit {
 pub struct Check(JoinHandle<anyhow::Result<String>>);
 
 impl Check {
-    /// Starts to, at a low priority: nvcc keeps one core busy for minutes. In a folder of its own, so that no program ever gets these
-    /// kernels.
+    /// Starts to, at a low priority: nvcc keeps half of the cores busy for minutes. In a folder of its own, so that no program ever gets
+    /// these kernels.
     pub fn start() -> anyhow::Result<Self> {
         let mut clippy = command("nice");
         clippy.args(["-n", "19"]).arg(cargo().get_program()).args(["clippy", "--release", "--quiet"]);

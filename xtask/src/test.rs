@@ -20,7 +20,8 @@ use crate::{cluster, cuda, image, model, python, setup, tidy, vllm};
 #[derive(clap::Args)]
 pub struct Args {
     /// Only this stage; may be given several times. Without it all but `vllm`, which installs 5 GB, `nixl`, which builds once
-    /// more what moves KV, and `candle`, which compiles CUDA kernels for many minutes the first time.
+    /// more what moves KV, and `candle`, which compiles all of CUDA's kernels for many minutes the first time; that the worker compiles for
+    /// CUDA is checked with kernels that are not optimised.
     #[arg(long, value_enum)]
     stage: Vec<Stage>,
 }
@@ -102,19 +103,15 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     for stage in &stages {
         timed(format!("set-up of {}", stage.name()), &mut times, || stage.prepare())?;
     }
-    // Beside what is compiled for tests, and not beside the tests. Of a single stage nobody expects it.
+    // Beside what else is compiled, and not beside tests. Who names stages has not asked for it.
     let mut for_cuda = None;
     if args.stage.is_empty() {
         timed("set-up of cuda".into(), &mut times, || cuda::Check::start().map(|check| for_cuda = Some(check)))?;
     }
-    // NIXL's stage builds its own.
-    if stages.iter().any(|stage| *stage != Stage::Nixl) {
-        timed("build".into(), &mut times, || {
-            let built = binaries().map(drop);
-            let compiled = for_cuda.map_or(Ok(()), cuda::Check::finish);
-            built.and(compiled.context("the worker compiled for CUDA"))
-        })?;
-    }
+    let compiled = compile(&stages, &mut times);
+    // Also where that failed: nothing is left running.
+    let mut finish = |check: cuda::Check| timed("rest of cuda".into(), &mut times, || check.finish());
+    compiled.and(for_cuda.map_or(Ok(()), &mut finish))?;
     for (what, took) in &times {
         println!("{what:<24}{:>7.1} s", took.as_secs_f64());
     }
@@ -132,6 +129,18 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// What the stages run, and where the unit stage is among them its checks of the source.
+fn compile(stages: &[Stage], times: &mut Vec<(String, Duration)>) -> anyhow::Result<()> {
+    // NIXL's stage builds its own.
+    if stages.iter().any(|stage| *stage != Stage::Nixl) {
+        timed("build".into(), times, || binaries().map(drop))?;
+    }
+    if stages.contains(&Stage::Unit) {
+        timed("checks".into(), times, checks)?;
+    }
+    Ok(())
+}
+
 fn timed(
     what: String,
     times: &mut Vec<(String, Duration)>,
@@ -143,14 +152,17 @@ fn timed(
     Ok(())
 }
 
-fn unit() -> anyhow::Result<()> {
+fn checks() -> anyhow::Result<()> {
     let workspace = ["--release", "--quiet", "--workspace", "--features", SUITES];
     run_command(cargo().args(["fmt", "--all", "--check"]))?;
     run_command(cargo().arg("clippy").args(workspace).args(["--all-targets", "--", "--deny", "warnings"]))?;
     run_command(cargo().arg("doc").args(workspace).arg("--no-deps").env("RUSTDOCFLAGS", "--deny warnings"))?;
     tidy::run()?;
     alone()?;
-    chart::check(&cluster::helm_binary()?)?;
+    chart::check(&cluster::helm_binary()?)
+}
+
+fn unit() -> anyhow::Result<()> {
     run_command(&mut nextest(&["--workspace"])?)?;
     run_command(cargo().args(["test", "--release", "--quiet", "--workspace", "--doc"]))
 }

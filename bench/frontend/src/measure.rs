@@ -99,6 +99,9 @@ pub async fn run(options: &Options) -> anyhow::Result<()> {
     let (servers, runs) = (options.servers()?, options.runs()?);
     let mut rows = rows(&servers, &options.mode);
     rows.retain(|row| options.behind.is_empty() || options.behind.contains(&row.behind));
+    if rows.is_empty() {
+        bail!("--behind leaves nobody to be measured");
+    }
     let shared = Shared::start(options.workers, options.peers.clone().map(Peers)).await?;
     let mut results = Results::default();
     if options.together {
@@ -111,8 +114,9 @@ pub async fn run(options: &Options) -> anyhow::Result<()> {
                 for (row, server) in &servers {
                     results.measure(server, row, run.of_round(round, runs.len())).await?;
                 }
-                servers.rotate_left(1);
             }
+            // Whoever comes first in a run finds the machine as the run before left it.
+            servers.rotate_left(1);
         }
     } else {
         for _ in 0..options.rounds {

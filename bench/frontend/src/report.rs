@@ -110,11 +110,14 @@ fn modes(text: &mut String, results: &[Value], rows: &[Row]) {
         let of = |result: &&Value| result["server"] == row.server && result["workers"] == row.results[0]["workers"];
         let Some(first) = results.iter().find(of).map(who).filter(|first| *first != row.who) else { continue };
         let Some(first) = rows.iter().find(|other| other.run == row.run && other.who == first) else { continue };
-        let cpu = |result: &Value| result["cpu_ms_per_req"].as_f64();
+        let cpu = |result: &Value| result["cpu_ms_per_req"].as_f64().filter(|cpu| *cpu > 0.0);
         let rounds = first.results.iter().zip(&row.results);
         let mut times: Vec<f64> = rounds.filter_map(|(first, other)| Some(cpu(first)? / cpu(other)?)).collect();
         times.sort_by(f64::total_cmp);
-        let [quarter, half, three] = [1, 2, 3].map(|n| times.get(times.len() * n / 4).copied().unwrap_or(f64::NAN));
+        if times.is_empty() {
+            continue;
+        }
+        let [quarter, half, three] = [0.25, 0.5, 0.75].map(|share| quantile(&times, share));
         let _ = writeln!(
             lines,
             "| {} | {} | {} | {half:.3} ({quarter:.3}–{three:.3}) | {} |",
@@ -125,11 +128,16 @@ fn modes(text: &mut String, results: &[Value], rows: &[Row]) {
         );
     }
     if !lines.is_empty() {
-        text.push_str(
-            "\nCPU of a request, times that of the other mode: median of the rounds' ratios, and their middle half\n",
-        );
-        let _ = write!(text, "\n| run | mode | beside | times | rounds |\n|---|---|---|---|---|\n{lines}");
+        text.push_str("\nCPU of a request, A's over B's in each round: median, and the middle half of the rounds\n");
+        let _ = write!(text, "\n| run | A | B | A ÷ B | rounds |\n|---|---|---|---|---|\n{lines}");
     }
+}
+
+/// Of sorted values, of which there is one at least; between two of them where the share falls there.
+fn quantile(values: &[f64], share: f64) -> f64 {
+    let at = share * (values.len() - 1) as f64;
+    let (below, above) = (values[at.floor() as usize], values[at.ceil() as usize]);
+    below + (above - below) * at.fract()
 }
 
 fn head(text: &mut String, columns: &[Column], last: &str) {
@@ -235,9 +243,10 @@ mod tests {
         // A round of the other mode was three times slower: its pair says nothing else than the others.
         let rounds = [("kv", 1.1), ("random", 1.0), ("random", 3.0), ("kv", 3.3), ("kv", 1.0), ("random", 2.0)];
         let text = tables(&rounds.map(|(mode, cpu)| of(mode, cpu)));
-        let line = "| short:16:stream | armature kv, agents | armature random, agents | 1.100 (0.500–1.100) | 3 |";
+        let line = "| short:16:stream | armature kv, agents | armature random, agents | 1.100 (0.800–1.100) | 3 |";
         assert!(text.lines().any(|found| found == line), "{text}");
-        assert!(!tables(&[of("kv", 1.0)]).contains("times"), "one mode alone");
+        assert!(!tables(&[of("kv", 1.0)]).contains("A ÷ B"), "one mode alone");
+        assert_eq!((quantile(&[1.0, 2.0], 0.5), quantile(&[3.0], 0.75)), (1.5, 3.0));
     }
 
     #[test]

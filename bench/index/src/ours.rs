@@ -106,7 +106,8 @@ impl Structure for Tree {
             let held = self.reader.blocks(rank);
             let start = Instant::now();
             other.expect_blocks(rank, held.device as usize);
-            for event in &dump {
+            // To the end of its events, as the peer's.
+            for event in dump {
                 other.apply(rank, event.tier, &event.data);
             }
             loading += start.elapsed();

@@ -144,8 +144,8 @@ pub struct Writer {
 }
 
 thread_local! {
-    /// What a thread's last match was made in: the next one need not allocate but for its answer.
-    static LAST: Cell<Option<Matches>> = const { Cell::new(None) };
+    /// What a thread's last matches were made in, of two indexes: the next one of either allocates nothing but its answer.
+    static LAST: Cell<[Option<Matches>; 2]> = const { Cell::new([None, None]) };
 }
 
 /// One that matches; cheap to clone, and used from any thread.
@@ -383,10 +383,14 @@ impl Reader {
     /// How many leading blocks of a prompt each rank holds, by their local hashes. Allocates nothing but the answer; [`Self::find`]
     /// not even that.
     pub fn find_matches(&self, blocks: &[BlockHash]) -> Overlaps {
-        let mut matches = LAST.take().unwrap_or_default();
+        let generation = self.shared.generation.load(Ordering::Relaxed);
+        let [newer, older] = LAST.take();
+        let fits = newer.as_ref().is_some_and(|matches| matches.generation() == generation);
+        let (kept, other) = if fits { (newer, older) } else { (older, newer) };
+        let mut matches = kept.unwrap_or_default();
         self.find(blocks, &mut matches);
         let overlaps = matches.overlaps();
-        LAST.set(Some(matches));
+        LAST.set([Some(matches), other]);
         overlaps
     }
 

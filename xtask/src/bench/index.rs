@@ -25,13 +25,15 @@ const COLUMNS: [(&str, &str, bool); 11] = [
     ("bytes_per_owned_block", "bytes/block", false),
     ("remove_worker_ms", "drop ms", false),
     ("dump_ms_per_m_blocks", "dump ms/M", false),
+    // Ours is told sizes, as routers are; the peer cannot be.
     ("load_ms_per_m_blocks", "load ms/M", false),
 ];
 
 /// What to measure.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Blocks of each worker; both sizes of the goals without it. 2^20 on 64 workers takes 2 GB for ours and 5 GB for the peer.
+    /// Blocks of each worker; both sizes of the goals without it. 2^20 on 64 workers takes 4 GB for ours and 13 GB for the peer,
+    /// while they are loaded again.
     #[arg(long)]
     blocks_per_worker: Option<u64>,
     /// Workers.

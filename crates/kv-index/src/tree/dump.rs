@@ -26,7 +26,7 @@ impl Writer {
     /// What a rank holds, as events that make an empty rank hold it, too.
     ///
     /// A block behind one that the rank does not hold has no parent that could be named; it follows a made-up one, which is
-    /// removed again at the end. Cost: about 20 bytes a block while it runs, and the events themselves.
+    /// removed again at the end. Cost: about 40 bytes a block while it runs, and the events themselves.
     pub fn dump(&self, rank: WorkerRank) -> Vec<Dumped> {
         let Some(&slot) = self.slot_of.get(&rank) else { return Vec::new() };
         let Some(rank) = &self.ranks[usize::from(slot)] else { return Vec::new() };
@@ -86,8 +86,8 @@ impl<'a> Dump<'a> {
             if run.len() > 1 {
                 blocks.sort_unstable();
             }
-            for (n, &(place, tier, hash)) in blocks.iter().enumerate() {
-                self.block(place, tier, hash, blocks.len() - n);
+            for &(place, tier, hash) in &blocks {
+                self.block(place, tier, hash);
             }
             self.close();
         }
@@ -147,8 +147,7 @@ impl<'a> Dump<'a> {
         StoredBlock { engine: EngineHash(hash), local }
     }
 
-    /// One more block; `left` are still to come of its run, with it.
-    fn block(&mut self, place: Place, tier: Tier, hash: u64, left: usize) {
+    fn block(&mut self, place: Place, tier: Tier, hash: u64) {
         let stored = self.stored(place, hash);
         let before = self.writer.runs.before(place);
         if let Some(open) = &mut self.open[tier as usize]
@@ -161,9 +160,7 @@ impl<'a> Dump<'a> {
         // The parent may be in any event that is still open.
         self.close();
         let parent = before.map(|before| EngineHash(self.name(tier, before)));
-        let mut blocks = Vec::with_capacity(left);
-        blocks.push(stored);
-        self.open[tier as usize] = Some(OpenEvent { last: place, parent, blocks });
+        self.open[tier as usize] = Some(OpenEvent { last: place, parent, blocks: vec![stored] });
     }
 
     fn close(&mut self) {

@@ -200,7 +200,7 @@ impl Engines {
             let used = (0..8).filter(|lane| lanes >> lane & 1 == 1);
             all.extend(used.map(|lane| (Place::from_bits(base + lane), line[lane as usize].load(Relaxed))));
         }
-        // Cheap where they are in order already, unlike the unstable one.
+        // Out of order is only what lies in several segments at one place: the stable sort merges what is in order.
         all.sort();
         all
     }

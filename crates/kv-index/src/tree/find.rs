@@ -72,6 +72,11 @@ impl Matches {
         Overlaps::new(self.iter(), self.pooled.runs(&self.roster))
     }
 
+    /// Of the roster that it was last used with.
+    pub(super) fn generation(&self) -> u64 {
+        self.roster.generation
+    }
+
     fn of(&self, slot: Slot) -> TierBlocks {
         if has(&self.members, slot) { self.blocks[usize::from(slot)] } else { TierBlocks::default() }
     }
@@ -343,7 +348,7 @@ impl Shared {
 impl Reader {
     /// Finds how many leading blocks of a prompt each rank holds. `blocks`: the local hashes of the prompt's full blocks.
     ///
-    /// Takes no lock, unless a rank came or went since `matches` was last used, or there are strays. Cost: a few cache lines for each run of
+    /// Takes no lock, unless `matches` was last used with another index or before a rank came or went, or there are strays. Cost: a few cache lines for each run of
     /// up to 64 blocks; it ends where nobody who held all earlier blocks holds the next.
     pub fn find(&self, blocks: &[BlockHash], matches: &mut Matches) {
         for tries in 0..PATIENCE {
