@@ -26,6 +26,7 @@ use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use crate::again::Again;
 use crate::backend::Backend;
 use admission::Admission;
 use listener::Listener;
@@ -146,10 +147,10 @@ pub async fn serve<B: Backend>(
             let stream = listener.accept().await;
             let (frontend, builder) = (frontend.clone(), builder.clone());
             let (shutdown, kill) = (shutdown.clone(), kill.clone());
-            connections.spawn(async move {
+            connections.spawn(Again::new(async move {
                 connection::serve(stream, frontend, builder, shutdown, kill).await;
                 drop(permit);
-            });
+            }));
         }
     };
     tokio::select! {

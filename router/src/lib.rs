@@ -2,6 +2,7 @@
 //!
 //! The decision itself is pure and lives in `routing` and `kv-index`; this crate does the IO around it.
 
+mod again;
 pub mod backend;
 pub mod config;
 pub mod discovery;

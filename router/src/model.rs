@@ -76,8 +76,8 @@ pub struct Model {
     first_prefix: bool,
 }
 
-/// Budget of a model's segment cache: about a hundred prompts of 220 KB, or tens of thousands of chat messages.
-const SEGMENT_CACHE_BYTES: usize = 64 << 20;
+/// Budget of a model's segment cache: about eighty documents of 220 KB, or forty thousand chat messages.
+const SEGMENT_CACHE_BYTES: usize = 32 << 20;
 
 impl Model {
     /// Builds a model from its files. Cost: 0.2 s of CPU for 50 000 tokens; call it on a blocking thread.

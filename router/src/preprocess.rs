@@ -128,6 +128,10 @@ fn kept_bytes(message: &Message) -> usize {
     }
 }
 
+/// Room for the first tokens of an answer behind those of the prompt: what is delivered is kept there, for another worker to
+/// go on with.
+const ANSWER: usize = 64;
+
 impl Prepared {
     /// One `Generate` for each choice: all of the first prompt, then all of the next.
     pub fn generates(&self, id: &str, served: &ServedModel, endpoint: Endpoint) -> Result<Vec<Generate>, ApiError> {
@@ -142,11 +146,13 @@ impl Prepared {
             sampling.seed = seed.map(|seed| seed.wrapping_add((index % params.n) as u64));
             let mut stop = params.stop.clone();
             stop.max_tokens = max_tokens(tokens.len(), params, &served.card, endpoint)?;
+            let mut token_ids = Vec::with_capacity(tokens.len() + ANSWER);
+            token_ids.extend_from_slice(tokens);
             generates.push(Generate {
                 request_id: if count == 1 { id.to_owned() } else { format!("{id}-{index}") },
                 model: served.card.display_name.clone(),
                 lora: served.card.adapter().unwrap_or_default().to_owned(),
-                token_ids: tokens.to_vec(),
+                token_ids,
                 cache_namespace: params.cache_namespace.clone(),
                 sampling: Some(sampling),
                 stop: Some(stop),

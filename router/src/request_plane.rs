@@ -7,11 +7,12 @@ mod link;
 mod outbox;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use protocol::request_plane::ClientFrame;
 use tokio::sync::{Notify, watch};
+use tokio::task::yield_now;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -34,8 +35,31 @@ pub(crate) struct Target {
     pub(crate) address: String,
     /// The life that must answer there.
     pub(crate) identity: Identity,
-    /// This router.
-    pub(crate) router_id: Arc<str>,
+    /// Who calls.
+    pub(crate) caller: Arc<Caller>,
+}
+
+/// This router, to all its connections.
+#[derive(Debug)]
+pub(crate) struct Caller {
+    /// As workers know it.
+    id: String,
+    /// Streams on all connections.
+    streams: AtomicUsize,
+}
+
+impl Caller {
+    pub(crate) fn new(id: String) -> Arc<Self> {
+        Arc::new(Self { id, streams: AtomicUsize::new(0) })
+    }
+
+    /// Lets every task that is ready add its frames, where there is more than one request: several of them go with one system
+    /// call then. Alone, a request would wait for nothing, and wake another thread to look for work.
+    async fn gather(&self) {
+        if self.streams.load(Ordering::Relaxed) > 1 {
+            yield_now().await;
+        }
+    }
 }
 
 /// Why a connection could not be made.
@@ -195,5 +219,22 @@ async fn retired(stop: &CancellationToken, link: &Link) {
     stop.cancelled().await;
     while !link.is_idle() {
         sleep(RETIRING).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::FutureExt;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn only_a_request_that_is_not_alone_lets_others_add_theirs() {
+        let caller = Caller::new("router".into());
+        for (streams, at_once) in [(0, true), (1, true), (2, false)] {
+            caller.streams.store(streams, Ordering::Relaxed);
+            assert_eq!(caller.gather().now_or_never().is_some(), at_once, "{streams}");
+            caller.gather().await;
+        }
     }
 }

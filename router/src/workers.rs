@@ -30,6 +30,7 @@ use crate::dispatch::booking::Placement;
 use crate::index::Indexer;
 use crate::index::config::IndexSettings;
 use crate::metrics::CoreMetrics;
+use crate::request_plane::Caller;
 pub(crate) use life::Life;
 use models::{ModelKey, Models};
 pub(crate) use trouble::{Silence, Trouble};
@@ -61,7 +62,7 @@ pub(crate) struct Cluster {
     /// Whether KV events are followed.
     pub(crate) kv_events: bool,
     deadlines: Deadlines,
-    router_id: Arc<str>,
+    caller: Arc<Caller>,
 }
 
 impl Cluster {
@@ -78,7 +79,7 @@ impl Cluster {
             synced: AtomicBool::new(false),
             kv_events: index.events,
             deadlines,
-            router_id: format!("{:016x}", own.0).into(),
+            caller: Caller::new(format!("{:016x}", own.0)),
         }
     }
 
@@ -204,9 +205,9 @@ impl Workers {
     }
 
     async fn start(&self, spec: Arc<WorkerSpec>) -> Arc<Life> {
-        let Cluster { router_id, deadlines, changed, .. } = &*self.cluster;
+        let Cluster { caller, deadlines, changed, .. } = &*self.cluster;
         let patience = self.cluster.index.check_every();
-        let life = Life::start(spec, self.seen, router_id.clone(), deadlines.connect, patience, changed.clone());
+        let life = Life::start(spec, self.seen, caller.clone(), deadlines.connect, patience, changed.clone());
         let Cluster { index, metrics, kv_events, .. } = &*self.cluster;
         if !kv_events {
             life.follow_load(&self.placement, metrics);

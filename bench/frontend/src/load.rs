@@ -32,13 +32,6 @@ pub struct Run {
     pub series: u64,
 }
 
-impl Run {
-    /// The same run, one of `runs`, with prompts that no other round of it has.
-    pub fn of_round(self, round: usize, runs: usize) -> Self {
-        Self { series: self.series + 2 * (round * runs) as u64, ..self }
-    }
-}
-
 /// What was seen.
 #[derive(Default)]
 pub struct Seen {

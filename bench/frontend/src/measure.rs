@@ -50,8 +50,11 @@ pub struct Options {
     /// Rounds over all runs
     #[arg(long, default_value_t = 3)]
     rounds: usize,
-    /// Starts all servers once, before the first round, and gives each run to one after the other: to compare what differs by less
-    /// than the machine's speed does from minute to minute
+    /// Another build of our router, measured beside this one
+    #[arg(long, value_name = "FILE")]
+    other_build: Option<PathBuf>,
+    /// Starts all servers at the begin of each round, and gives each run to one after the other: to compare what differs by less
+    /// than the machine's speed does from minute to minute, and one process from the next
     #[arg(long)]
     together: bool,
 }
@@ -97,38 +100,35 @@ impl Options {
 /// Measures, printing each run as it ends.
 pub async fn run(options: &Options) -> anyhow::Result<()> {
     let (servers, runs) = (options.servers()?, options.runs()?);
-    let mut rows = rows(&servers, &options.mode);
+    let mut rows = rows(&servers, &options.mode, options.other_build.is_some());
     rows.retain(|row| options.behind.is_empty() || options.behind.contains(&row.behind));
     if rows.is_empty() {
         bail!("--behind leaves nobody to be measured");
     }
-    let shared = Shared::start(options.workers, options.peers.clone().map(Peers)).await?;
+    let peers = options.peers.clone().map(Peers);
+    let shared = Shared::start(options.workers, peers, options.other_build.clone()).await?;
     let mut results = Results::default();
-    if options.together {
-        let mut servers = Vec::new();
-        for row in &rows {
-            servers.push((row, results.start(&shared, row).await?));
-        }
-        for round in 0..options.rounds {
+    for _ in 0..options.rounds {
+        if options.together {
+            let mut servers = Vec::new();
+            for row in &rows {
+                servers.push((row, results.start(&shared, row).await?));
+            }
             for run in &runs {
                 for (row, server) in &servers {
-                    results.measure(server, row, run.of_round(round, runs.len())).await?;
+                    results.measure(server, row, *run).await?;
                 }
             }
-            // Whoever comes first in a run finds the machine as the run before left it.
-            servers.rotate_left(1);
-        }
-    } else {
-        for _ in 0..options.rounds {
+        } else {
             for row in &rows {
                 let server = results.start(&shared, row).await?;
                 for run in &runs {
                     results.measure(&server, row, *run).await?;
                 }
             }
-            // The next round begins with another.
-            rows.rotate_left(1);
         }
+        // The next round begins with another: whoever comes first finds the machine as the run before left it.
+        rows.rotate_left(1);
     }
     print!("{}", report::tables(&results.0));
     Ok(())
@@ -168,6 +168,9 @@ impl Results {
 /// The result with its row's name before it.
 fn of_row(row: &Row, result: Value) -> Value {
     let mut line = json!({"server": row.server.name(), "mode": row.mode, "workers": row.behind.name()});
+    if row.other_build {
+        line["build"] = "other".into();
+    }
     if let (Value::Object(line), Value::Object(result)) = (&mut line, result) {
         line.extend(result);
     }
@@ -251,9 +254,6 @@ mod tests {
         let runs = options("--prompt short,long --concurrency 1,2").runs().expect("runs");
         let series: std::collections::BTreeSet<_> = runs.iter().flat_map(|run| [run.series, run.series + 1]).collect();
         assert_eq!((runs.len(), series.len()), (6, 12));
-        // Nor what was asked in an earlier round, if the server is the same.
-        let later = runs.iter().map(|run| run.of_round(1, runs.len())).flat_map(|run| [run.series, run.series + 1]);
-        assert!(later.into_iter().all(|later| !series.contains(&later)));
     }
 
     #[test]

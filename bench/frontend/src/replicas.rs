@@ -172,7 +172,7 @@ async fn one(case: Case, options: &Options, records: &Arc<Vec<Record>>) -> anyho
     let kept = options.requests.to_string();
     let mut routers = Vec::new();
     for _ in 0..case.routers(options.routers) {
-        routers.push(Router::start_with(&workers, "kv", &[sync, "--router-decisions", &kept]).await?);
+        routers.push(Router::start_with(&workers, "kv", None, &[sync, "--router-decisions", &kept]).await?);
     }
     for router in &routers {
         system::routable(router.address, count).await?;

@@ -70,10 +70,11 @@ fn run(result: &Value) -> String {
 
 fn who(result: &Value) -> String {
     let word = |key: &str| result[key].as_str().unwrap_or_default();
+    let build = if result["build"] == "other" { ", other build" } else { "" };
     match (word("server"), word("mode"), word("workers")) {
         (server, "none", _) => server.to_owned(),
-        (server, mode, "agents") => format!("{server} {mode}, agents"),
-        (server, mode, _) => format!("{server} {mode}"),
+        (server, mode, "agents") => format!("{server} {mode}, agents{build}"),
+        (server, mode, _) => format!("{server} {mode}{build}"),
     }
 }
 
@@ -102,7 +103,7 @@ impl Row<'_> {
     }
 }
 
-/// Our first mode beside each other one in front of the same workers: CPU of a request, round by round.
+/// Our first mode and build beside each other one in front of the same workers: CPU of a request, round by round.
 fn modes(text: &mut String, results: &[Value], rows: &[Row]) {
     let mut lines = String::new();
     for row in rows.iter().filter(|row| row.is_ours() && row.run != "start") {

@@ -1,5 +1,7 @@
 //! The rows of the table: every server with what it has behind it, and how one is started.
 
+use std::path::PathBuf;
+
 use anyhow::Context;
 use tempfile::TempDir;
 
@@ -73,27 +75,33 @@ pub struct Row {
     pub mode: String,
     /// In front of what.
     pub behind: Behind,
+    /// Of another build than the one that is measured.
+    pub other_build: bool,
 }
 
 impl std::fmt::Display for Row {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} in mode {}", self.server.name(), self.mode)
+        let build = if self.other_build { ", the other build" } else { "" };
+        write!(f, "{} in mode {}{build}", self.server.name(), self.mode)
     }
 }
 
 /// Modes of Dynamo's that are measured.
 const DYNAMO_MODES: [&str; 2] = ["kv", "round-robin"];
 
-/// The rows of these servers; `modes` are those of our router.
-pub fn rows(servers: &[Server], modes: &[String]) -> Vec<Row> {
-    let row = |server: Server, mode: &str, behind: Behind| Row { server, mode: mode.to_owned(), behind };
+/// The rows of these servers; `modes` are those of our router, and with `other_build` there is another one of it.
+pub fn rows(servers: &[Server], modes: &[String], other_build: bool) -> Vec<Row> {
+    let row =
+        |server: Server, mode: &str, behind: Behind| Row { server, mode: mode.to_owned(), behind, other_build: false };
     let of = |server: &Server| match *server {
         Server::Direct => vec![row(*server, "none", Behind::OpenAi)],
         Server::VllmRouter | Server::SglangRouter => vec![row(*server, POLICY, Behind::OpenAi)],
         Server::Dynamo => DYNAMO_MODES.map(|mode| row(*server, mode, Behind::DynamoWorkers)).into(),
         Server::Armature => {
             let behind = [Behind::OpenAi, Behind::Agents];
-            behind.iter().flat_map(|behind| modes.iter().map(|mode| row(*server, mode, *behind))).collect()
+            let this = behind.iter().flat_map(|behind| modes.iter().map(|mode| row(*server, mode, *behind)));
+            let other = |this: Row| [this.clone(), Row { other_build: true, ..this }];
+            if other_build { this.flat_map(other).collect() } else { this.collect() }
         }
     };
     servers.iter().flat_map(of).collect()
@@ -104,19 +112,21 @@ pub struct Shared {
     openai: OpenAiServers,
     model: TempDir,
     peers: Option<Peers>,
+    other_build: Option<PathBuf>,
     count: usize,
 }
 
 impl Shared {
     /// Starts `count` workers of the kind that keeps nothing from row to row.
-    pub async fn start(count: usize, peers: Option<Peers>) -> anyhow::Result<Self> {
+    pub async fn start(count: usize, peers: Option<Peers>, other_build: Option<PathBuf>) -> anyhow::Result<Self> {
         let openai = OpenAiServers::start(count).await?;
-        Ok(Self { openai, model: system::model::folder()?, peers, count })
+        Ok(Self { openai, model: system::model::folder()?, peers, other_build, count })
     }
 
     /// Starts the row's server; when this returns it answers requests.
     pub async fn serve(&self, row: &Row) -> anyhow::Result<Running> {
         let peers = || self.peers.as_ref().context("the peers' folder is not given");
+        let build = self.other_build.as_deref().filter(|_| row.other_build);
         let running = match (row.server, row.behind) {
             (Server::Direct, _) => Running::Worker(*self.openai.addresses.first().context("there are no workers")?),
             (Server::VllmRouter, _) => Running::Router(peers()?.vllm_router(&self.openai).await?),
@@ -124,10 +134,11 @@ impl Shared {
             (Server::Dynamo, _) => Running::Dynamo(peers()?.dynamo(&row.mode, self.model.path(), self.count).await?),
             (Server::Armature, Behind::Agents) => {
                 let agents = Workers::start(self.count).await?;
-                Running::OverAgents { router: Router::start(&agents, &row.mode).await?, _agents: agents }
+                let router = Router::start_with(&agents, &row.mode, build, &[]).await?;
+                Running::OverAgents { router, _agents: agents }
             }
             (Server::Armature, _) => {
-                Running::Router(Router::in_front_of(&self.openai, &row.mode, self.model.path()).await?)
+                Running::Router(Router::in_front_of(&self.openai, &row.mode, build, self.model.path()).await?)
             }
         };
         if row.server == Server::Armature {
@@ -186,10 +197,14 @@ mod tests {
     #[test]
     fn ours_is_measured_in_each_mode_before_both_kinds_of_workers() {
         let modes = ["kv".to_owned(), "random".to_owned()];
-        let rows = rows(&[Server::Direct, Server::VllmRouter, Server::Armature], &modes);
+        let rows = rows(&[Server::Direct, Server::VllmRouter, Server::Armature], &modes, false);
         let shown: Vec<_> = rows.iter().map(|row| (row.server.name(), row.mode.as_str(), row.behind.name())).collect();
         assert_eq!(shown[..2], [("direct", "none", "openai"), ("vllm-router", "cache_aware", "openai")]);
         let ours = [("kv", "openai"), ("random", "openai"), ("kv", "agents"), ("random", "agents")];
         assert_eq!(shown[2..], ours.map(|(mode, behind)| ("armature", mode, behind)));
+        assert!(rows.iter().all(|row| !row.other_build));
+        let twice = super::rows(&[Server::Direct, Server::Armature], &modes, true);
+        assert_eq!(twice.iter().map(|row| row.other_build).collect::<Vec<_>>()[..4], [false, false, true, false]);
+        assert_eq!(twice.len(), 1 + 2 * ours.len());
     }
 }

@@ -112,9 +112,13 @@ impl OpenAiServers {
 /// The binary under test; killed when dropped.
 pub fn armature() -> anyhow::Result<Command> {
     let binary = std::env::var_os("ARMATURE_BIN").context("ARMATURE_BIN is not set; use `cargo xtask bench`")?;
+    Ok(command(binary))
+}
+
+fn command(binary: impl AsRef<std::ffi::OsStr>) -> Command {
     let mut command = Command::new(binary);
     command.kill_on_drop(true).stdin(Stdio::null());
-    Ok(command)
+    command
 }
 
 /// A router, ours or a peer's; killed when dropped.
@@ -131,19 +135,29 @@ pub struct Router {
 impl Router {
     /// Starts ours in this mode in front of agents, and waits until it serves the model.
     pub async fn start(workers: &Workers, mode: &str) -> anyhow::Result<Self> {
-        Self::start_with(workers, mode, &[]).await
+        Self::start_with(workers, mode, None, &[]).await
     }
 
-    /// The same, with more flags.
-    pub async fn start_with(workers: &Workers, mode: &str, flags: &[&str]) -> anyhow::Result<Self> {
-        let (address, mut command) = ours(mode)?;
+    /// The same, of another build and with more flags.
+    pub async fn start_with(
+        workers: &Workers,
+        mode: &str,
+        build: Option<&Path>,
+        flags: &[&str],
+    ) -> anyhow::Result<Self> {
+        let (address, mut command) = ours(mode, build)?;
         command.args(["--discovery-backend", "file", "--discovery-dir"]).arg(workers.discovery.path()).args(flags);
         Self::launch("armature router", &mut command, address, Some("/ready")).await
     }
 
     /// Starts ours in front of OpenAI servers, with the tokenizer of this folder.
-    pub async fn in_front_of(servers: &OpenAiServers, mode: &str, model: &Path) -> anyhow::Result<Self> {
-        let (address, mut command) = ours(mode)?;
+    pub async fn in_front_of(
+        servers: &OpenAiServers,
+        mode: &str,
+        build: Option<&Path>,
+        model: &Path,
+    ) -> anyhow::Result<Self> {
+        let (address, mut command) = ours(mode, build)?;
         command.args(["--workers", &servers.urls().join(","), "--model-path"]).arg(model);
         Self::launch("armature router", &mut command, address, Some("/ready")).await
     }
@@ -177,9 +191,9 @@ impl Router {
     }
 }
 
-/// Our router in this mode, and where it will listen.
-fn ours(mode: &str) -> anyhow::Result<(SocketAddr, Command)> {
-    let (address, mut router) = (free_address()?, armature()?);
+/// Our router in this mode, of the build under test or another one, and where it will listen.
+fn ours(mode: &str, build: Option<&Path>) -> anyhow::Result<(SocketAddr, Command)> {
+    let (address, mut router) = (free_address()?, build.map_or_else(armature, |build| Ok(command(build)))?);
     router.args([
         "router",
         "--http-host",

@@ -12,7 +12,7 @@ use protocol::request_plane::Generate;
 use super::admission::Room;
 use super::body::{self, ResponseBody};
 use super::metrics::RequestGuard;
-use super::routes::{Frontend, REQUEST_ID, error_response, json_response};
+use super::routes::{Frontend, REQUEST_ID, error_response, json_response, random_id};
 use crate::backend::{Backend, RouteOptions, ServedModel};
 use crate::openai::error::ApiError;
 use crate::openai::routing::HeaderHints;
@@ -70,7 +70,7 @@ impl<B: Backend> Frontend<B> {
         if let Some(guard) = guard {
             guard.admitted(&served.card.display_name, prompts.iter().sum());
         }
-        let id = format!("{}{:032x}", endpoint.id_prefix(), rand::random::<u128>());
+        let id = [endpoint.id_prefix(), &random_id()].concat();
         let given = head.headers.get(REQUEST_ID).and_then(|id| id.to_str().ok()).unwrap_or_default();
         options.known_as = [id.as_str().into(), given.into()].into();
         let encoder = Encoder::new(
@@ -194,6 +194,7 @@ fn worker_headers(headers: &mut HeaderMap, choices: &[Choice]) {
     if let Ok(name) = HeaderValue::try_from(&served_by.name) {
         headers.insert(WORKER, name);
     }
+    headers.reserve(2);
     headers.insert(WORKER_ID, HeaderValue::from(served_by.id));
     headers.insert(REUSED_BLOCKS, HeaderValue::from(reused.unwrap_or(served_by.overlap_blocks)));
 }

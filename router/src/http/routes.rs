@@ -1,5 +1,6 @@
 //! Which path is served by what, request ids, and errors as responses.
 
+use std::fmt::Write;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -102,10 +103,16 @@ impl<B: Backend> Frontend<B> {
 fn request_id(request: &Request<Incoming>) -> HeaderValue {
     let given = request.headers().get(REQUEST_ID);
     let usable = given.filter(|id| (1..=MAX_REQUEST_ID).contains(&id.len()) && id.to_str().is_ok());
-    usable.cloned().unwrap_or_else(|| {
-        let id = format!("{:032x}", rand::random::<u128>());
-        HeaderValue::try_from(id).expect("hexadecimal digits are a header value")
-    })
+    usable
+        .cloned()
+        .unwrap_or_else(|| HeaderValue::try_from(random_id()).expect("hexadecimal digits are a header value"))
+}
+
+/// 128 random bits in hexadecimal digits.
+pub(super) fn random_id() -> String {
+    let mut id = String::with_capacity(32);
+    write!(id, "{:032x}", rand::random::<u128>()).expect("a string takes everything");
+    id
 }
 
 pub(super) fn json_response(status: StatusCode, body: impl Into<Bytes>) -> Response<ResponseBody> {

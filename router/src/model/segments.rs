@@ -23,6 +23,9 @@ pub struct SpecialScanner {
     first_bytes: Vec<u8>,
 }
 
+/// Pieces of a prompt there is room for at once: those of a chat with four messages.
+const PIECES: usize = 16;
+
 /// A piece of prompt text.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Piece<'a> {
@@ -91,7 +94,7 @@ impl SpecialScanner {
 
     /// Splits `text` at its special tokens.
     pub fn split<'a>(&self, text: &'a str) -> Vec<Piece<'a>> {
-        let mut pieces = Vec::new();
+        let mut pieces = Vec::with_capacity(PIECES);
         let mut from = 0;
         while let Some((at, token)) = self.find(text, from) {
             let before = &text[from..at];

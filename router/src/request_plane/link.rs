@@ -19,7 +19,7 @@ use tokio::sync::{Notify, mpsc};
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use super::outbox::Outbox;
-use super::{ConnectError, OpenError, Signals, Target};
+use super::{Caller, ConnectError, OpenError, Signals, Target};
 
 /// How often a silent connection is pinged.
 const HEARTBEAT: Duration = Duration::from_secs(2);
@@ -51,6 +51,7 @@ pub(crate) struct Io {
 pub(crate) struct Link {
     outbox: Outbox,
     streams: Mutex<Streams>,
+    caller: Arc<Caller>,
     credit: u32,
     heard: AtomicBool,
 }
@@ -70,7 +71,7 @@ impl Link {
         let (mut read, mut write) = stream.into_split();
         let hello = Hello {
             protocol_version: PROTOCOL_VERSION,
-            router_id: target.router_id.to_string(),
+            router_id: target.caller.id.clone(),
             instance_id: target.identity.instance_id,
             boot_epoch: target.identity.boot_epoch.clone(),
         };
@@ -83,8 +84,9 @@ impl Link {
             return Err(ConnectError::WrongWorker);
         }
         let credit = welcome.initial_credit.clamp(1, MAX_CREDIT);
-        let (outbox, streams) = (Outbox::default(), Mutex::default());
-        Ok((Arc::new(Self { outbox, streams, credit, heard: AtomicBool::new(true) }), Io { read, write, buffer }))
+        let (caller, heard) = (target.caller.clone(), AtomicBool::new(true));
+        let link = Self { outbox: Outbox::default(), streams: Mutex::default(), caller, credit, heard };
+        Ok((Arc::new(link), Io { read, write, buffer }))
     }
 
     /// Moves bytes until the connection ends; returns why.
@@ -124,6 +126,7 @@ impl Link {
             return Err(OpenError::Congested);
         }
         streams.open.insert(id, sender);
+        self.caller.streams.fetch_add(1, Ordering::Relaxed);
         Ok(Stream { id, frames, link: self.clone(), consumed: 0, open: true })
     }
 
@@ -184,7 +187,9 @@ impl Link {
 
     async fn write(&self, mut write: OwnedWriteHalf) -> String {
         loop {
-            let mut bytes = self.outbox.take().await;
+            self.outbox.filled().await;
+            self.caller.gather().await;
+            let mut bytes = self.outbox.take();
             match timeout(WRITE, write.write_all_buf(&mut bytes)).await {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => return error.to_string(),
@@ -327,6 +332,7 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
+        self.link.caller.streams.fetch_sub(1, Ordering::Relaxed);
         if !self.open {
             return;
         }

@@ -34,16 +34,15 @@ impl Outbox {
         self.wake.notify_one();
     }
 
-    /// Waits for bytes and takes them all.
-    pub(super) async fn take(&self) -> BytesMut {
-        loop {
-            {
-                let mut pending = self.pending.lock();
-                if !pending.is_empty() {
-                    return pending.split();
-                }
-            }
+    /// Waits for bytes.
+    pub(super) async fn filled(&self) {
+        while self.pending.lock().is_empty() {
             self.wake.notified().await;
         }
+    }
+
+    /// Takes all bytes that wait.
+    pub(super) fn take(&self) -> BytesMut {
+        self.pending.lock().split()
     }
 }

@@ -11,6 +11,9 @@ use crate::backend::{DispatchError, OutputStream, Routed, ServedModel, StreamIte
 use crate::model::detokenizer::Detokenizer;
 use crate::openai::validate::Params;
 
+/// Room for the text of a token, in bytes.
+const TOKEN_BYTES: usize = 6;
+
 /// A token as the answer reports it, when log-probabilities are asked for.
 #[derive(Clone, Debug)]
 pub struct TokenEntry {
@@ -183,6 +186,7 @@ impl Choice {
             self.begin_with_prompt(output.prompt_logprobs);
         }
         let mut logprobs = output.logprobs.into_iter();
+        self.delta.text.reserve(TOKEN_BYTES * output.token_ids.len());
         for token in output.token_ids {
             if self.stops.matched() {
                 break;

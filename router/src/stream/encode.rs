@@ -39,10 +39,10 @@ pub struct Encoder {
     vocabulary: Arc<Vocabulary>,
     with_logprobs: bool,
     include_usage: bool,
-    /// `"id":…,"created":…,"model":…`, without braces.
-    identity: String,
     /// All of a chunk before the choice's index.
     chunk_begin: Bytes,
+    /// `"id":…,"created":…,"model":…`, without braces; a part of it.
+    identity: Bytes,
 }
 
 /// Lowest log-probability reported: JSON has no infinity.
@@ -58,20 +58,28 @@ impl Encoder {
         vocabulary: Arc<Vocabulary>,
         (with_logprobs, include_usage): (bool, bool),
     ) -> Encoder {
-        let mut identity = BytesMut::new();
-        identity.put_slice(b"\"id\":");
-        json(&mut identity, id);
-        identity.put_slice(b",\"created\":");
-        json(&mut identity, &created_s);
-        identity.put_slice(b",\"model\":");
-        json(&mut identity, model);
-        let identity = String::from_utf8(identity.to_vec()).expect("JSON is UTF-8");
-        let object = match endpoint {
-            Endpoint::Chat => "chat.completion.chunk",
-            Endpoint::Completions => "text_completion",
-        };
-        let chunk_begin = format!("data: {{{identity},\"object\":\"{object}\",\"choices\":[").into();
-        Encoder { endpoint, vocabulary, with_logprobs, include_usage, identity, chunk_begin }
+        let mut chunk = BytesMut::with_capacity(160 + id.len() + model.len());
+        chunk.put_slice(b"data: {");
+        let from = chunk.len();
+        chunk.put_slice(b"\"id\":");
+        json(&mut chunk, id);
+        chunk.put_slice(b",\"created\":");
+        json(&mut chunk, &created_s);
+        chunk.put_slice(b",\"model\":");
+        json(&mut chunk, model);
+        let identity = from..chunk.len();
+        chunk.put_slice(b",\"object\":");
+        json(
+            &mut chunk,
+            match endpoint {
+                Endpoint::Chat => "chat.completion.chunk",
+                Endpoint::Completions => "text_completion",
+            },
+        );
+        chunk.put_slice(b",\"choices\":[");
+        let chunk_begin = chunk.freeze();
+        let identity = chunk_begin.slice(identity);
+        Encoder { endpoint, vocabulary, with_logprobs, include_usage, chunk_begin, identity }
     }
 
     fn begin(&self, out: &mut BytesMut, index: usize) {
@@ -149,7 +157,7 @@ impl Encoder {
             Endpoint::Completions => "text_completion",
         };
         out.put_slice(b"{");
-        out.put_slice(self.identity.as_bytes());
+        out.put_slice(&self.identity);
         out.put_slice(b",\"object\":");
         json(&mut out, object);
         out.put_slice(b",\"choices\":[");

@@ -23,7 +23,7 @@ use crate::index::Indexer;
 use crate::ingest::load::LoadFeed;
 use crate::ingest::{self, Feed};
 use crate::metrics::CoreMetrics;
-use crate::request_plane::{Client, Target};
+use crate::request_plane::{Caller, Client, Target};
 
 /// Requests in a row that reused blocks of which the index knows none, before the worker's hashes are taken to differ from ours.
 const UNEXPECTED: u32 = 3;
@@ -66,14 +66,14 @@ impl Life {
     pub(super) fn start(
         spec: Arc<WorkerSpec>,
         order: u64,
-        router_id: Arc<str>,
+        caller: Arc<Caller>,
         connect: Duration,
         patience: Duration,
         changed: Arc<Notify>,
     ) -> Arc<Self> {
         let stop = CancellationToken::new();
         let hashes_differ = hashes_differ(&spec);
-        let target = Target { address: spec.address.clone(), identity: spec.identity.clone(), router_id };
+        let target = Target { address: spec.address.clone(), identity: spec.identity.clone(), caller };
         let client = Arc::new(Client::start(target, connect, changed.clone(), stop.clone()));
         Arc::new(Self {
             model_key: ModelKey::of(&spec.card),

@@ -211,6 +211,7 @@ mod tests {
 
     use super::*;
     use crate::discovery::{Identity, WorkerSpec};
+    use crate::request_plane::Caller;
 
     #[tokio::test]
     async fn a_failed_load_without_a_reachable_worker_is_not_due_at_once() {
@@ -224,8 +225,14 @@ mod tests {
         let card = serde_json::from_value(card).expect("a card");
         let spec = Arc::new(WorkerSpec { identity, name, address, events: None, card, lapsed: false });
         let changed = Arc::<Notify>::default();
-        let life =
-            Life::start(spec, 1, "router".into(), Duration::from_secs(5), Duration::from_secs(5), changed.clone());
+        let life = Life::start(
+            spec,
+            1,
+            Caller::new("router".into()),
+            Duration::from_secs(5),
+            Duration::from_secs(5),
+            changed.clone(),
+        );
         while !life.client.is_down() {
             timeout(Duration::from_secs(10), changed.notified()).await.expect("the dial fails");
         }
