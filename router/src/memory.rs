@@ -66,8 +66,8 @@ mod glibc {
 }
 
 /// Lets threads share one heap more than there are cores, where glibc would make eight times as many: what one has freed another
-/// can use. The main thread has the first, and the runtime's, which begin before all others, one each: two of them on the same
-/// heap wait for its lock several times a request. To be called before there are threads.
+/// can use. The main thread has the first, and those of the runtime, which begin before all others, one each: two of them on the
+/// same heap wait for its lock several times a request. To be called before there are threads.
 pub fn share_heaps() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     glibc::share_heaps();

@@ -53,8 +53,9 @@ impl Caller {
         Arc::new(Self { id, streams: AtomicUsize::new(0) })
     }
 
-    /// Lets every task that is ready add its frames, where there is more than one request: several of them go with one system
-    /// call then. Alone, a request would wait for nothing, and wake another thread to look for work.
+    /// Where more than one stream is open, waits until this thread has no other task that is ready, or has run 61 of them: they
+    /// may have frames, too, and one system call writes them all. A stream that is alone would wait for nothing, and the pause
+    /// wake another thread to look for work.
     async fn gather(&self) {
         if self.streams.load(Ordering::Relaxed) > 1 {
             yield_now().await;
@@ -219,22 +220,5 @@ async fn retired(stop: &CancellationToken, link: &Link) {
     stop.cancelled().await;
     while !link.is_idle() {
         sleep(RETIRING).await;
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use futures::FutureExt;
-
-    use super::*;
-
-    #[tokio::test]
-    async fn only_a_request_that_is_not_alone_lets_others_add_theirs() {
-        let caller = Caller::new("router".into());
-        for (streams, at_once) in [(0, true), (1, true), (2, false)] {
-            caller.streams.store(streams, Ordering::Relaxed);
-            assert_eq!(caller.gather().now_or_never().is_some(), at_once, "{streams}");
-            caller.gather().await;
-        }
     }
 }

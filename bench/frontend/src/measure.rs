@@ -50,7 +50,7 @@ pub struct Options {
     /// Rounds over all runs
     #[arg(long, default_value_t = 3)]
     rounds: usize,
-    /// Another build of our router, measured beside this one
+    /// Another build of our router, measured beside this one; a path from the repository's root
     #[arg(long, value_name = "FILE")]
     other_build: Option<PathBuf>,
     /// Starts all servers at the begin of each round, and gives each run to one after the other: to compare what differs by less
@@ -105,8 +105,15 @@ pub async fn run(options: &Options) -> anyhow::Result<()> {
     if rows.is_empty() {
         bail!("--behind leaves nobody to be measured");
     }
+    let other_build = options.other_build.as_ref().map(|file| {
+        let file = file.canonicalize().with_context(|| format!("--other-build {}", file.display()))?;
+        if !rows.iter().any(|row| row.other_build) {
+            bail!("--other-build is of ours, which --server leaves out");
+        }
+        Ok(file)
+    });
     let peers = options.peers.clone().map(Peers);
-    let shared = Shared::start(options.workers, peers, options.other_build.clone()).await?;
+    let shared = Shared::start(options.workers, peers, other_build.transpose()?).await?;
     let mut results = Results::default();
     for _ in 0..options.rounds {
         if options.together {

@@ -247,6 +247,11 @@ mod tests {
         let line = "| short:16:stream | armature kv, agents | armature random, agents | 1.100 (0.800–1.100) | 3 |";
         assert!(text.lines().any(|found| found == line), "{text}");
         assert!(!tables(&[of("kv", 1.0)]).contains("A ÷ B"), "one mode alone");
+        let mut other = of("kv", 2.0);
+        other["build"] = "other".into();
+        let line =
+            "| short:16:stream | armature kv, agents | armature kv, agents, other build | 0.500 (0.500–0.500) | 1 |";
+        assert!(tables(&[of("kv", 1.0), other]).contains(line), "two builds");
         assert_eq!((quantile(&[1.0, 2.0], 0.5), quantile(&[3.0], 0.75)), (1.5, 3.0));
     }
 

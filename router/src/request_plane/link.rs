@@ -347,3 +347,71 @@ impl Drop for Stream {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use protocol::request_plane::Generate;
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    fn link() -> Arc<Link> {
+        let (outbox, streams, caller) = (Outbox::default(), Mutex::default(), Caller::new("router".into()));
+        Arc::new(Link { outbox, streams, caller, credit: 1, heard: AtomicBool::new(true) })
+    }
+
+    fn open(link: &Arc<Link>) -> Stream {
+        let body = Some(client_frame::Body::Generate(Generate::default()));
+        link.open(&mut ClientFrame { stream_id: 0, body }).expect("there is room")
+    }
+
+    /// Goes to the end of the queue of tasks that are ready.
+    async fn last_in_turn() {
+        let mut waited = false;
+        std::future::poll_fn(|cx| {
+            cx.waker().wake_by_ref();
+            if std::mem::replace(&mut waited, true) { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
+    }
+
+    #[test]
+    fn streams_count_while_they_are_open() {
+        let link = link();
+        let count = || link.caller.streams.load(Ordering::Relaxed);
+        let (first, second) = (open(&link), open(&link));
+        assert_eq!(count(), 2);
+        drop(first);
+        link.close("lost");
+        assert!(link.open(&mut ClientFrame::default()).is_err());
+        assert_eq!(count(), 1);
+        drop(second);
+        assert_eq!(count(), 0);
+    }
+
+    #[tokio::test]
+    async fn the_writer_waits_for_who_is_ready_when_a_stream_is_not_alone() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let stream = TcpStream::connect(listener.local_addr().expect("bound")).await.expect("somebody listens");
+        let (_read, write) = stream.into_split();
+        let link = link();
+        let writing = tokio::spawn({
+            let link = link.clone();
+            async move { link.write(write).await }
+        });
+        last_in_turn().await;
+        let waiting = || !link.outbox.is_empty();
+        let _first = open(&link);
+        assert!(waiting());
+        last_in_turn().await;
+        assert!(!waiting(), "it is alone");
+        let _second = open(&link);
+        last_in_turn().await;
+        assert!(waiting(), "a third may be about to come");
+        let _third = open(&link);
+        while waiting() {
+            tokio::task::yield_now().await;
+        }
+        writing.abort();
+    }
+}

@@ -36,9 +36,14 @@ impl Outbox {
 
     /// Waits for bytes.
     pub(super) async fn filled(&self) {
-        while self.pending.lock().is_empty() {
+        while self.is_empty() {
             self.wake.notified().await;
         }
+    }
+
+    /// Whether none wait.
+    pub(super) fn is_empty(&self) -> bool {
+        self.pending.lock().is_empty()
     }
 
     /// Takes all bytes that wait.
