@@ -116,21 +116,14 @@ pub async fn run(options: &Options) -> anyhow::Result<()> {
     let shared = Shared::start(options.workers, peers, other_build.transpose()?).await?;
     let mut results = Results::default();
     for _ in 0..options.rounds {
-        if options.together {
+        for rows in rows.chunks(if options.together { rows.len() } else { 1 }) {
             let mut servers = Vec::new();
-            for row in &rows {
+            for row in rows {
                 servers.push((row, results.start(&shared, row).await?));
             }
             for run in &runs {
                 for (row, server) in &servers {
                     results.measure(server, row, *run).await?;
-                }
-            }
-        } else {
-            for row in &rows {
-                let server = results.start(&shared, row).await?;
-                for run in &runs {
-                    results.measure(&server, row, *run).await?;
                 }
             }
         }
