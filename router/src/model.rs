@@ -76,8 +76,12 @@ pub struct Model {
     first_prefix: bool,
 }
 
-/// Budget of a model's segment cache: about eighty documents of 220 KB, or forty thousand chat messages.
-const SEGMENT_CACHE_BYTES: usize = 32 << 20;
+/// Room for the first tokens of an answer behind those of its prompt: what is delivered is kept there, for another worker to go
+/// on with.
+pub(crate) const ANSWER_TOKENS: usize = 64;
+
+/// Budget of a model's segment cache: three dozen documents of 220 KB, or twenty thousand chat messages.
+const SEGMENT_CACHE_BYTES: usize = 16 << 20;
 
 impl Model {
     /// Builds a model from its files. Cost: 0.2 s of CPU for 50 000 tokens; call it on a blocking thread.
@@ -132,7 +136,7 @@ impl Model {
     /// Tokens of a completion prompt. The client writes the whole prompt, so special tokens in it are special; the
     /// begin-of-sequence token is put before it where the model wants one.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
-        let mut ids = Vec::with_capacity(text.len() / 3 + 1);
+        let mut ids = Vec::with_capacity(text.len() / 3 + ANSWER_TOKENS);
         ids.extend(self.bos);
         self.encode_pieces(text, &mut ids, Cow::Borrowed)?;
         if let Some(bos) = self.bos
@@ -147,7 +151,7 @@ impl Model {
     pub fn encode_chat(&self, input: &TemplateInput<'_>) -> Result<Vec<u32>, PromptError> {
         let template = self.chat_template.as_ref().ok_or(PromptError::NoTemplate)?;
         let text = template.render(input)?;
-        let mut ids = Vec::with_capacity(text.len() / 3 + 1);
+        let mut ids = Vec::with_capacity(text.len() / 3 + ANSWER_TOKENS);
         self.encode_pieces(&text, &mut ids, |piece| template.unguard(piece))?;
         Ok(ids)
     }

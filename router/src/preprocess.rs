@@ -10,20 +10,21 @@ use serde_json::Value;
 
 use crate::backend::ServedModel;
 use crate::model::chat_template::{Content, TemplateError, TemplateInput, TemplateMessage};
-use crate::model::{Model, PromptError};
+use crate::model::{ANSWER_TOKENS, Model, PromptError};
 use crate::openai::Endpoint;
 use crate::openai::error::ApiError;
 use crate::openai::request::{ContentPart, Message, MessageContent, Prompt, Request};
 use crate::openai::validate::{Params, check_messages, check_tools};
+use crate::stream::choice::Echo;
 
 /// A request that is ready for workers.
 pub struct Prepared {
     /// Checked parameters.
     pub params: Params,
     /// Tokens of the prompts; one in a chat.
-    pub prompts: Vec<Arc<[u32]>>,
-    /// The prompts as text, when the answer begins with them.
-    pub echo: Vec<String>,
+    pub prompts: Vec<Vec<u32>>,
+    /// The prompts, when the answer begins with them.
+    pub echo: Vec<Arc<Echo>>,
 }
 
 /// Templates, tokenizes and checks a request. Cost: a few µs, and for long prompts about 0.1 ms for each KB that no
@@ -49,7 +50,7 @@ pub fn prepare(
         max_tokens(tokens.len(), &params, &served.card, endpoint)?;
     }
     let echo = if params.echo { echo(&served.model, request, &prompts) } else { Vec::new() };
-    Ok(Prepared { params, prompts: prompts.into_iter().map(Arc::from).collect(), echo })
+    Ok(Prepared { params, prompts, echo })
 }
 
 /// Prompts times `n`; before anything is tokenized.
@@ -128,42 +129,39 @@ fn kept_bytes(message: &Message) -> usize {
     }
 }
 
-/// Room for the first tokens of an answer behind those of the prompt: what is delivered is kept there, for another worker to
-/// go on with.
-const ANSWER: usize = 64;
-
-impl Prepared {
-    /// One `Generate` for each choice: all of the first prompt, then all of the next.
-    pub fn generates(&self, id: &str, served: &ServedModel, endpoint: Endpoint) -> Result<Vec<Generate>, ApiError> {
-        let params = &self.params;
-        let count = self.prompts.len() * params.n;
-        // Several answers to one prompt must differ, and a client's seed must still fix all of them.
-        let seed = params.sampling.seed.or_else(|| (params.n > 1).then(rand::random));
-        let mut generates = Vec::with_capacity(count);
-        for (index, tokens) in self.prompts.iter().flat_map(|tokens| std::iter::repeat_n(tokens, params.n)).enumerate()
-        {
-            let mut sampling = params.sampling.clone();
-            sampling.seed = seed.map(|seed| seed.wrapping_add((index % params.n) as u64));
-            let mut stop = params.stop.clone();
-            stop.max_tokens = max_tokens(tokens.len(), params, &served.card, endpoint)?;
-            let mut token_ids = Vec::with_capacity(tokens.len() + ANSWER);
-            token_ids.extend_from_slice(tokens);
-            generates.push(Generate {
-                request_id: if count == 1 { id.to_owned() } else { format!("{id}-{index}") },
-                model: served.card.display_name.clone(),
-                lora: served.card.adapter().unwrap_or_default().to_owned(),
-                token_ids,
-                cache_namespace: params.cache_namespace.clone(),
-                sampling: Some(sampling),
-                stop: Some(stop),
-                logprobs: params.logprobs,
-                prompt_logprobs: params.echo && params.logprobs.is_some(),
-                priority: params.priority,
-                ..Default::default()
-            });
-        }
-        Ok(generates)
+/// One `Generate` for each choice: all of the first prompt, then all of the next.
+pub fn generates(
+    prompts: Vec<Vec<u32>>,
+    params: &Params,
+    id: &str,
+    served: &ServedModel,
+    endpoint: Endpoint,
+) -> Result<Vec<Generate>, ApiError> {
+    let count = prompts.len() * params.n;
+    // Several answers to one prompt must differ, and a client's seed must still fix all of them.
+    let seed = params.sampling.seed.or_else(|| (params.n > 1).then(rand::random));
+    let mut generates = Vec::with_capacity(count);
+    let choices = prompts.into_iter().flat_map(|tokens| std::iter::repeat_n(tokens, params.n));
+    for (index, token_ids) in choices.enumerate() {
+        let mut sampling = params.sampling.clone();
+        sampling.seed = seed.map(|seed| seed.wrapping_add((index % params.n) as u64));
+        let mut stop = params.stop.clone();
+        stop.max_tokens = max_tokens(token_ids.len(), params, &served.card, endpoint)?;
+        generates.push(Generate {
+            request_id: if count == 1 { id.to_owned() } else { format!("{id}-{index}") },
+            model: served.card.display_name.clone(),
+            lora: served.card.adapter().unwrap_or_default().to_owned(),
+            token_ids,
+            cache_namespace: params.cache_namespace.clone(),
+            sampling: Some(sampling),
+            stop: Some(stop),
+            logprobs: params.logprobs,
+            prompt_logprobs: params.echo && params.logprobs.is_some(),
+            priority: params.priority,
+            ..Default::default()
+        });
     }
+    Ok(generates)
 }
 
 /// How many tokens the answer may have: what the client said, or what the context has left.
@@ -289,14 +287,24 @@ fn completion_tokens(model: &Model, request: &Request) -> Result<Vec<Vec<u32>>, 
             Some(id) => {
                 Err(ApiError::invalid("prompt", format!("token id {id} is outside of the vocabulary of {size} tokens")))
             }
-            None => Ok(lists.clone()),
+            None => Ok(lists.iter().map(|ids| with_room(ids)).collect()),
         },
     }
 }
 
-fn echo(model: &Model, request: &Request, prompts: &[Vec<u32>]) -> Vec<String> {
-    match &request.prompt {
-        Some(Prompt::Texts(texts)) => texts.clone(),
-        _ => prompts.iter().map(|tokens| model.vocabulary().text(tokens)).collect(),
-    }
+fn with_room(ids: &[u32]) -> Vec<u32> {
+    let mut with_room = Vec::with_capacity(ids.len() + ANSWER_TOKENS);
+    with_room.extend_from_slice(ids);
+    with_room
+}
+
+fn echo(model: &Model, request: &Request, prompts: &[Vec<u32>]) -> Vec<Arc<Echo>> {
+    let echo = |(at, tokens): (usize, &Vec<u32>)| {
+        let text = match &request.prompt {
+            Some(Prompt::Texts(texts)) => texts[at].clone(),
+            _ => model.vocabulary().text(tokens),
+        };
+        Arc::new(Echo { text, tokens: tokens.clone() })
+    };
+    prompts.iter().enumerate().map(echo).collect()
 }

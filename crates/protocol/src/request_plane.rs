@@ -10,9 +10,9 @@ mod generated {
 pub use generated::*;
 
 /// The version a [`Hello`] carries.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;
 
-/// Largest frame either side accepts, in bytes: a 1M-token prompt as packed varints (≤ 5 MB) with room to spare.
+/// Largest frame either side accepts, in bytes: a 1M-token prompt (4 MB) with room to spare.
 pub const MAX_FRAME_BYTES: usize = 16 << 20;
 
 /// Bytes of payload in one `KvAnswer` or `ArtifactChunk` frame: small enough not to delay the streams that share the connection.
@@ -76,6 +76,17 @@ mod tests {
         }
         assert_eq!(seen, [frame(1), frame(2)]);
         assert!(buffer.is_empty());
+    }
+
+    /// So that a long prompt is measured without looking at it.
+    #[test]
+    fn each_token_of_a_prompt_takes_four_bytes() {
+        let len = |token_ids: Vec<u32>| {
+            let generate = Generate { token_ids, ..Default::default() };
+            generate.encoded_len()
+        };
+        assert_eq!(len(vec![1; 1000]) - len(vec![1; 500]), 2000);
+        assert_eq!(len(vec![u32::MAX; 1000]), len(vec![1; 1000]));
     }
 
     #[test]

@@ -19,6 +19,7 @@ use crate::backend::{Backend, PrefillChoice};
 use crate::openai::Endpoint;
 use crate::openai::error::ApiError;
 use crate::openai::routing::HeaderHints;
+use crate::preprocess::{Prepared, generates};
 
 impl<B: Backend> Frontend<B> {
     /// Where the request in the body would go now.
@@ -41,9 +42,9 @@ impl<B: Backend> Frontend<B> {
             let (explanation, workers) = proxy.explain(&key, &hints.with(key.hints.clone())?)?;
             return Ok(explanation_json(&explanation, &workers));
         }
-        let (served, prepared) = self.admit(body, room, endpoint).await?;
-        let options = hints.with(prepared.params.routing.clone())?;
-        let mut generates = prepared.generates("explain", &served, endpoint)?;
+        let (served, Prepared { params, prompts, .. }) = self.admit(body, room, endpoint).await?;
+        let options = hints.with(params.routing.clone())?;
+        let mut generates = generates(prompts, &params, "explain", &served, endpoint)?;
         let explained = self.backend.explain(&generates.swap_remove(0), &options)?;
         let workers = self.backend.workers();
         let mut shown = explanation_json(&explained.answer, &workers);

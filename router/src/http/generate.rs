@@ -16,8 +16,9 @@ use super::routes::{Frontend, REQUEST_ID, error_response, json_response, random_
 use crate::backend::{Backend, RouteOptions, ServedModel};
 use crate::openai::error::ApiError;
 use crate::openai::routing::HeaderHints;
+use crate::openai::validate::Params;
 use crate::openai::{Endpoint, parse, request};
-use crate::preprocess::{Prepared, prepare};
+use crate::preprocess::{Prepared, generates, prepare};
 use crate::stream::choice::{Choice, Echo};
 use crate::stream::encode::{Encoder, Usage};
 use crate::stream::events::EventStream;
@@ -64,9 +65,9 @@ impl<B: Backend> Frontend<B> {
         let (head, incoming) = request.into_parts();
         let mut room = self.admission.room();
         let body = body::read(&head.headers, incoming, &self.config, &mut room).await?;
-        let (served, prepared) = self.admit(body, room, endpoint).await?;
-        let mut options = hints.with(prepared.params.routing.clone())?;
-        let prompts: Vec<usize> = prepared.prompts.iter().map(|tokens| tokens.len()).collect();
+        let (served, Prepared { params, prompts: tokens, echo }) = self.admit(body, room, endpoint).await?;
+        let mut options = hints.with(params.routing.clone())?;
+        let prompts: Vec<usize> = tokens.iter().map(Vec::len).collect();
         if let Some(guard) = guard {
             guard.admitted(&served.card.display_name, prompts.iter().sum());
         }
@@ -79,12 +80,12 @@ impl<B: Backend> Frontend<B> {
             SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
             &served.card.display_name,
             served.model.vocabulary().clone(),
-            (prepared.params.logprobs.is_some(), prepared.params.stream && prepared.params.include_usage),
+            (params.logprobs.is_some(), params.stream && params.include_usage),
         );
-        let (n, stream) = (prepared.params.n, prepared.params.stream);
-        let generates = prepared.generates(&id, &served, endpoint)?;
+        let (n, stream) = (params.n, params.stream);
+        let generates = generates(tokens, &params, &id, &served, endpoint)?;
         let Some(mut guard) = guard.take() else { return Err(ApiError::internal("the request has ended already")) };
-        let mut choices = self.start(generates, &options, &served, &prepared);
+        let mut choices = self.start(generates, &options, &served, (&params, &echo));
         if stream {
             let keep_alive = Duration::from_millis(self.config.keep_alive_ms);
             let mut events = EventStream::new(choices, encoder, (prompts, n), guard, keep_alive, &self.abort);
@@ -109,16 +110,14 @@ impl<B: Backend> Frontend<B> {
         generates: Vec<Generate>,
         options: &RouteOptions,
         served: &ServedModel,
-        prepared: &Prepared,
+        (params, echo): (&Params, &[Arc<Echo>]),
     ) -> Vec<Choice> {
-        let n = prepared.params.n;
         let choice = |(index, generate): (usize, Generate)| {
-            let tokens = &prepared.prompts[index / n];
-            let echo = prepared.echo.get(index / n).map(|text| Echo { text: text.clone(), tokens: tokens.clone() });
+            let (tokens, echo) = (generate.token_ids.len(), echo.get(index / params.n).cloned());
             let backend = self.backend.clone();
             let options = RouteOptions { model: Some(served.model.clone()), ..options.clone() };
             let starting = Box::pin(async move { backend.generate(generate, options).await });
-            Choice::new(starting, served, &prepared.params, tokens.len(), echo)
+            Choice::new(starting, served, params, tokens, echo)
         };
         generates.into_iter().enumerate().map(choice).collect()
     }

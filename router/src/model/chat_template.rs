@@ -4,6 +4,7 @@
 //! differences). Users' strings pass through `guard` and the output through `origin`, so that no string of theirs acts as
 //! a special token, whatever the template does with it.
 
+mod fields;
 mod guard;
 mod origin;
 mod percent;
@@ -17,6 +18,7 @@ use serde_json::{Value as Json, json};
 
 use super::ModelError;
 use super::vocabulary::SpecialToken;
+use fields::map;
 use guard::Guard;
 use origin::Origin;
 
@@ -193,7 +195,7 @@ impl ChatTemplate {
         context.push(("tools".into(), tools.unwrap_or_else(|| ().into())));
         context.push(("add_generation_prompt".into(), input.add_generation_prompt.into()));
         let template = self.environment.get_template(NAME).map_err(|e| TemplateError::Failed(e.to_string()))?;
-        template.render(Value::from_pairs(context)).map_err(|error| raised(&error))
+        template.render(map(context)).map_err(|error| raised(&error))
     }
 
     /// The text as the user wrote it. Cost without guarded strings in it: one search.
@@ -208,15 +210,12 @@ impl ChatTemplate {
         for (name, value) in &message.fields {
             fields.push((self.text(name), self.json(value)));
         }
-        Value::from_pairs(fields)
+        map(fields)
     }
 
     fn content(&self, content: Option<&Content<'_>>) -> Value {
         let parts = |texts: &[&str]| -> Value {
-            let part = |text: &&str| {
-                let fields: [(Value, Value); 2] = [("type".into(), "text".into()), ("text".into(), self.text(text))];
-                Value::from_pairs(fields)
-            };
+            let part = |text: &&str| map(vec![("type".into(), "text".into()), ("text".into(), self.text(text))]);
             texts.iter().map(part).collect()
         };
         match content {
@@ -244,7 +243,7 @@ impl ChatTemplate {
             Json::String(text) => self.text(text),
             Json::Array(items) => items.iter().map(|item| self.json(item)).collect(),
             Json::Object(fields) => {
-                Value::from_pairs(fields.iter().map(|(name, value)| (self.text(name), self.json(value))))
+                map(fields.iter().map(|(name, value)| (self.text(name), self.json(value))).collect())
             }
         }
     }

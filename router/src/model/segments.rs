@@ -126,7 +126,11 @@ pub struct SegmentCacheStats {
     pub bytes: usize,
 }
 
-/// Ids of pieces of text, least recently used out first, within a budget of bytes.
+/// Ids of pieces of text within a budget of bytes.
+///
+/// Most pieces are a user's last words, which may never come again. So the least recently used of those that were asked for
+/// once go first, and no number of new ones pushes out those that were asked for again. These have three quarters of the
+/// budget at most; the least recently used of them then counts as new.
 pub struct SegmentCache {
     budget: usize,
     /// Random, so that nobody can prepare texts with equal hashes.
@@ -137,14 +141,24 @@ pub struct SegmentCache {
 #[derive(Default)]
 struct CacheState {
     by_hash: HashMap<u64, Entry>,
-    /// Hash by time of last use.
-    by_use: BTreeMap<u64, u64>,
+    once: ByUse,
+    again: ByUse,
     clock: u64,
-    stats: SegmentCacheStats,
+    hits: u64,
+    misses: u64,
+}
+
+/// Entries of one kind.
+#[derive(Default)]
+struct ByUse {
+    /// Hash by time of last use.
+    hashes: BTreeMap<u64, u64>,
+    bytes: usize,
 }
 
 struct Entry {
     used: u64,
+    again: bool,
     segment: Arc<Segment>,
 }
 
@@ -173,13 +187,13 @@ impl SegmentCache {
 
     /// What it did so far.
     pub fn stats(&self) -> SegmentCacheStats {
-        self.state.lock().stats
+        let state = self.state.lock();
+        SegmentCacheStats { hits: state.hits, misses: state.misses, bytes: state.once.bytes + state.again.bytes }
     }
 
     /// Appends the ids of `text`, encoding it when it is new.
     pub fn encode(&self, engine: &dyn Tokenizer, text: &str, out: &mut Vec<u32>) -> Result<(), TokenizerError> {
-        // One entry may take an eighth, so that a huge prompt does not empty the cache.
-        if text.len() < MIN_CACHED_BYTES || text.len() > self.budget / 16 {
+        if text.len() < MIN_CACHED_BYTES || text.len() > self.most() {
             return engine.encode(text, out);
         }
         let hash = xxh3_64_with_seed(text.as_bytes(), self.seed);
@@ -192,42 +206,71 @@ impl SegmentCache {
         }
         let from = out.len();
         engine.encode(text, out)?;
-        self.insert(hash, Segment { text: text.into(), ids: out[from..].into() });
+        let segment = Segment { text: text.into(), ids: out[from..].into() };
+        if segment.cost() <= self.most() {
+            self.insert(hash, segment);
+        }
         Ok(())
     }
 
+    /// Bytes that one piece may take, so that a huge prompt does not empty the cache.
+    fn most(&self) -> usize {
+        self.budget / 8
+    }
+
     fn lookup(&self, hash: u64) -> Option<Arc<Segment>> {
-        let mut guard = self.state.lock();
-        let state = &mut *guard;
-        let Some(entry) = state.by_hash.get_mut(&hash) else {
-            state.stats.misses += 1;
+        let mut state = self.state.lock();
+        let Some(entry) = state.take(hash) else {
+            state.misses += 1;
             return None;
         };
-        state.stats.hits += 1;
-        state.clock += 1;
-        state.by_use.remove(&entry.used);
-        entry.used = state.clock;
-        state.by_use.insert(entry.used, hash);
-        Some(entry.segment.clone())
+        state.hits += 1;
+        state.put(hash, entry.segment.clone(), true);
+        while state.again.bytes > self.budget / 4 * 3
+            && let Some((hash, entry)) = state.take_oldest(true)
+        {
+            state.put(hash, entry.segment, false);
+        }
+        Some(entry.segment)
     }
 
     fn insert(&self, hash: u64, segment: Segment) {
-        let mut guard = self.state.lock();
-        let state = &mut *guard;
-        state.clock += 1;
-        state.stats.bytes += segment.cost();
-        let used = state.clock;
-        if let Some(old) = state.by_hash.insert(hash, Entry { used, segment: Arc::new(segment) }) {
-            state.by_use.remove(&old.used);
-            state.stats.bytes -= old.segment.cost();
-        }
-        state.by_use.insert(used, hash);
-        while state.stats.bytes > self.budget {
-            let Some((_, oldest)) = state.by_use.pop_first() else { break };
-            if let Some(entry) = state.by_hash.remove(&oldest) {
-                state.stats.bytes -= entry.segment.cost();
-            }
-        }
+        let mut state = self.state.lock();
+        state.take(hash);
+        state.put(hash, Arc::new(segment), false);
+        while state.once.bytes + state.again.bytes > self.budget && state.take_oldest(false).is_some() {}
+    }
+}
+
+impl CacheState {
+    /// The entry, which is out then.
+    fn take(&mut self, hash: u64) -> Option<Entry> {
+        let entry = self.by_hash.remove(&hash)?;
+        let kind = self.kind(entry.again);
+        kind.hashes.remove(&entry.used);
+        kind.bytes -= entry.segment.cost();
+        Some(entry)
+    }
+
+    /// The least recently used of its kind, which is out then.
+    fn take_oldest(&mut self, again: bool) -> Option<(u64, Entry)> {
+        let (_, hash) = self.kind(again).hashes.first_key_value()?;
+        let hash = *hash;
+        Some((hash, self.take(hash)?))
+    }
+
+    /// Adds an entry that is not in, as the most recently used.
+    fn put(&mut self, hash: u64, segment: Arc<Segment>, again: bool) {
+        self.clock += 1;
+        let used = self.clock;
+        let kind = self.kind(again);
+        kind.hashes.insert(used, hash);
+        kind.bytes += segment.cost();
+        self.by_hash.insert(hash, Entry { used, again, segment });
+    }
+
+    fn kind(&mut self, again: bool) -> &mut ByUse {
+        if again { &mut self.again } else { &mut self.once }
     }
 }
 
@@ -291,27 +334,64 @@ mod tests {
         for round in 0..3 {
             for n in 0..200 {
                 let text = format!("a piece of text with the number {n}");
-                let mut ids = Vec::new();
-                cache.encode(&Bytes, &text, &mut ids).expect("encodes");
-                assert!(ids.iter().copied().eq(text.bytes().map(u32::from)), "round {round}");
-                assert!(cache.stats().bytes <= 8 << 10);
+                for _ in 0..1 + n % 2 {
+                    let mut ids = Vec::new();
+                    cache.encode(&Bytes, &text, &mut ids).expect("encodes");
+                    assert!(ids.iter().copied().eq(text.bytes().map(u32::from)), "round {round}");
+                    assert!(cache.stats().bytes <= 8 << 10);
+                }
             }
         }
-        assert!(cache.stats().bytes > 4 << 10);
+        assert!(cache.stats().bytes > 7 << 10);
+        assert_eq!(cache.stats().hits, 3 * 100);
+    }
+
+    #[test]
+    fn pieces_that_are_asked_for_once_push_out_none_that_came_again() {
+        let cache = SegmentCache::new(8 << 10);
+        let encode = |text: &str| {
+            let before = cache.stats().hits;
+            cache.encode(&Bytes, text, &mut Vec::new()).expect("encodes");
+            cache.stats().hits > before
+        };
+        let kept: Vec<String> = (0..10).map(|n| format!("this piece is asked for again, {n}")).collect();
+        for text in &kept {
+            assert_eq!((encode(text), encode(text)), (false, true));
+        }
+        for n in 0..100 {
+            assert!(!encode(&format!("a piece that is asked for only once, {n}")));
+        }
+        assert!(kept.iter().all(|text| encode(text)));
+    }
+
+    #[test]
+    fn the_whole_budget_is_for_pieces_that_come_again_in_turn() {
+        let cache = SegmentCache::new(8 << 10);
+        for round in 0..3 {
+            for n in 0..20 {
+                cache
+                    .encode(&Bytes, &format!("a piece of text with the number {n}"), &mut Vec::new())
+                    .expect("encodes");
+            }
+            assert_eq!(cache.stats().hits, 20 * round);
+        }
+        assert!(cache.stats().bytes > 6 << 10, "more than those that came again may take");
     }
 
     #[test]
     fn the_least_recently_used_piece_leaves_first() {
         let cache = SegmentCache::new(8 << 10);
-        let encode = |text: &str| cache.encode(&Bytes, text, &mut Vec::new()).expect("encodes");
-        let kept = "this piece is asked for again and again";
+        let encode = |n: usize| {
+            let before = cache.stats().hits;
+            cache.encode(&Bytes, &format!("a piece of text with the number {n}"), &mut Vec::new()).expect("encodes");
+            cache.stats().hits > before
+        };
         for n in 0..100 {
-            encode(kept);
-            encode(&format!("a piece that is asked for only once, {n}"));
+            encode(n);
+            encode(n);
+            assert!(encode(0), "used between all others");
         }
-        let before = cache.stats();
-        encode(kept);
-        assert_eq!(cache.stats().hits, before.hits + 1);
+        assert!(!encode(1) && encode(99));
     }
 
     #[test]

@@ -46,7 +46,7 @@ pub struct Echo {
     /// As text.
     pub text: String,
     /// As tokens.
-    pub tokens: Arc<[u32]>,
+    pub tokens: Vec<u32>,
 }
 
 /// Who serves a choice.
@@ -83,7 +83,7 @@ pub struct Choice {
     /// Stop strings and end tokens count after this many tokens.
     min_tokens: usize,
     with_logprobs: bool,
-    echo: Option<Echo>,
+    echo: Option<Arc<Echo>>,
     prompt_tokens: usize,
     block_size: usize,
     tokens: usize,
@@ -102,7 +102,7 @@ impl Choice {
         served: &ServedModel,
         params: &Params,
         prompt_tokens: usize,
-        echo: Option<Echo>,
+        echo: Option<Arc<Echo>>,
     ) -> Choice {
         let mut end_tokens = params.stop.token_ids.clone();
         if let (false, Some(card)) = (params.stop.ignore_eos, &served.card.armature) {

@@ -4,7 +4,7 @@ use kv_hashing::HashSpace;
 use protocol::request_plane::Generate;
 use router::backend::{Backend, RouteOptions};
 use router::openai::{Endpoint, parse};
-use router::preprocess::prepare;
+use router::preprocess::{generates, prepare};
 use routing::Mode;
 use serde_json::json;
 
@@ -17,7 +17,8 @@ fn generate(cluster: &Cluster, model: &str, prompt: &[u32]) -> Generate {
     let body = json!({"model": model, "prompt": prompt, "max_tokens": 3});
     let request = parse::parse(body.to_string().as_bytes()).expect("well formed");
     let prepared = prepare(&served, &request, Endpoint::Completions, 1).expect("valid");
-    prepared.generates("r", &served, Endpoint::Completions).expect("it fits").swap_remove(0)
+    let generates = generates(prepared.prompts, &prepared.params, "r", &served, Endpoint::Completions);
+    generates.expect("it fits").swap_remove(0)
 }
 
 #[tokio::test]

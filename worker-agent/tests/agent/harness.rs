@@ -13,8 +13,8 @@ use kv_hashing::BlockSize;
 use parking_lot::Mutex;
 use protocol::metadata::{ArmatureCard, ModelCard, WorkerMetadata};
 use protocol::request_plane::{
-    Cancel, ClientFrame, Credit, Failed, FinishReason, Generate, Hello, Output, Ping, ServerFrame, client_frame,
-    decode_frame, encode_frame, server_frame::Body,
+    Cancel, ClientFrame, Credit, Failed, FinishReason, Generate, Hello, Output, PROTOCOL_VERSION, Ping, ServerFrame,
+    client_frame, decode_frame, encode_frame, server_frame::Body,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpSocket, TcpStream};
@@ -220,7 +220,12 @@ impl Worker {
     pub fn hello(&self) -> Hello {
         let metadata = self.metadata().expect("registered");
         let instance_id = metadata.endpoints.values().next().expect("one endpoint").instance_id;
-        Hello { protocol_version: 1, router_id: "r".into(), instance_id, boot_epoch: self.armature().boot_epoch }
+        Hello {
+            protocol_version: PROTOCOL_VERSION,
+            router_id: "r".into(),
+            instance_id,
+            boot_epoch: self.armature().boot_epoch,
+        }
     }
 
     pub async fn next_submission(&mut self) -> Submission {

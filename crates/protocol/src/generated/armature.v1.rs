@@ -75,7 +75,7 @@ pub mod server_frame {
 /// Says who is calling and whom the caller means to reach. A worker that is not the one meant answers Failed(WRONG_WORKER).
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Hello {
-    /// 1
+    /// 2
     #[prost(uint32, tag = "1")]
     pub protocol_version: u32,
     #[prost(string, tag = "2")]
@@ -121,8 +121,8 @@ pub struct Generate {
     pub request_id: ::prost::alloc::string::String,
     #[prost(string, tag = "2")]
     pub model: ::prost::alloc::string::String,
-    /// the whole prompt
-    #[prost(uint32, repeated, tag = "3")]
+    /// the whole prompt; varints of a long one would take longer to write than all the rest of the request
+    #[prost(fixed32, repeated, tag = "3")]
     pub token_ids: ::prost::alloc::vec::Vec<u32>,
     /// empty: none
     #[prost(string, tag = "4")]

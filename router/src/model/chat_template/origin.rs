@@ -119,7 +119,7 @@ impl Origin {
 /// Text without the marks, and where they were.
 fn unmark(rendered: &str) -> (String, Vec<usize>) {
     let mut text = String::with_capacity(rendered.len());
-    let mut own = Vec::new();
+    let mut own = Vec::with_capacity(16);
     for (at, part) in rendered.split(ORIGIN).enumerate() {
         if at > 0 {
             own.push(text.len());

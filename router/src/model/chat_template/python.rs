@@ -6,7 +6,7 @@
 use std::fmt::Write;
 
 use minijinja::value::{Kwargs, Value, ValueKind, from_args};
-use minijinja::{Error, ErrorKind, Output, State};
+use minijinja::{AutoEscape, Error, ErrorKind, Output, State};
 
 use super::guard::{ESCAPE, MARK};
 use super::origin::ORIGIN;
@@ -181,6 +181,10 @@ fn float(number: f64) -> String {
 
 /// What `{{ … }}` prints.
 pub(super) fn format_output(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
+    // Nearly all that is printed is text, and this is faster than the engine's own way through its formatting.
+    if let (Some(text), AutoEscape::None) = (value.as_str(), state.auto_escape()) {
+        return out.write_str(text).map_err(Error::from);
+    }
     match python_word(value) {
         Some(word) => out.write_str(&word).map_err(Error::from),
         None => minijinja::escape_formatter(out, state, value),
